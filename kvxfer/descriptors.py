@@ -1,0 +1,194 @@
+"""Facts that travel: remote descriptors and tickets, as frozen values that survive JSON.
+
+A remote descriptor is a capability. Whoever holds it can reach exactly the bytes, in exactly the directions, that it names;
+without it no byte of a region is readable or writable. It therefore travels only inside the control plane (or wherever its
+owner chooses to send it), and its ``repr`` does not show the key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxfer.errors import UsageError
+
+DESCRIPTOR_VERSION = 1
+ACCESS_READ, ACCESS_WRITE = 1, 2
+ACCESS_BY_NAME: Mapping[str, int] = {"r": ACCESS_READ, "w": ACCESS_WRITE, "rw": ACCESS_READ | ACCESS_WRITE}
+ACCESS_NAMES: Mapping[int, str] = {value: name for name, value in ACCESS_BY_NAME.items()}
+U64_MAX = 2**64 - 1
+ENDPOINTS_MAX = 8
+CANDIDATES_MAX = 8
+ENDPOINT_CHARS_MAX = 255
+
+
+def _require(condition: bool, what: str, value: object) -> None:
+    if not condition:
+        raise UsageError(f"bad descriptor: {what}", value=repr(value)[:80])
+
+
+def _is_u64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= U64_MAX
+
+
+def _is_hex(value: object, chars: int) -> bool:
+    return isinstance(value, str) and len(value) == chars and all(c in "0123456789abcdef" for c in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteDescriptor:
+    """What a peer needs to reach a part of a region. Lengths in bytes, ``expires_in_s`` in seconds from receipt.
+
+    ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is the owner engine's own
+    random id: a restarted owner has another one.
+    """
+
+    node_id: str
+    incarnation: str
+    engine_id: str
+    region: int
+    grant: int
+    generation: int
+    length: int
+    access: int
+    key: bytes = field(repr=False)
+    kind: str = "dram"
+    expires_in_s: float | None = None
+    endpoints: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for name in ("node_id", "incarnation", "engine_id"):
+            _require(_is_hex(getattr(self, name), 32), f"{name} must be 32 hex digits", getattr(self, name))
+        for name in ("region", "grant", "generation"):
+            _require(_is_u64(getattr(self, name)), f"{name} must be an unsigned 64-bit integer", getattr(self, name))
+        _require(_is_u64(self.length) and self.length > 0, "length must be a positive 64-bit integer", self.length)
+        _require(self.access in ACCESS_NAMES, "access must be r, w or rw", self.access)
+        _require(isinstance(self.key, bytes) and len(self.key) == 16, "key must be 16 bytes", type(self.key))
+        _require(self.kind in ("dram", "hbm"), "kind must be dram or hbm", self.kind)
+        _require(1 <= len(self.endpoints) <= ENDPOINTS_MAX, f"1 to {ENDPOINTS_MAX} endpoints", len(self.endpoints))
+        for name, candidates in self.endpoints.items():
+            _require(isinstance(name, str) and 0 < len(name) < 32, "transport name", name)
+            _require(1 <= len(candidates) <= CANDIDATES_MAX, f"1 to {CANDIDATES_MAX} candidates", len(candidates))
+            for text in candidates:
+                _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "endpoint", text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of strings and numbers: survives JSON and msgpack."""
+        return {
+            "v": DESCRIPTOR_VERSION,
+            "node_id": self.node_id,
+            "incarnation": self.incarnation,
+            "engine_id": self.engine_id,
+            "region": self.region,
+            "grant": self.grant,
+            "generation": self.generation,
+            "length": self.length,
+            "access": ACCESS_NAMES[self.access],
+            "key": self.key.hex(),
+            "kind": self.kind,
+            "expires_in_s": self.expires_in_s,
+            "endpoints": {name: list(candidates) for name, candidates in self.endpoints.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> RemoteDescriptor:
+        """Rebuild a descriptor; anything malformed is a `UsageError` that names the field."""
+        _require(isinstance(raw, Mapping), "not a mapping", raw)
+        _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"))
+        try:
+            endpoints = {name: tuple(candidates) for name, candidates in dict(raw["endpoints"]).items()}
+            expires = raw.get("expires_in_s")
+            return cls(
+                node_id=raw["node_id"],
+                incarnation=raw["incarnation"],
+                engine_id=raw["engine_id"],
+                region=raw["region"],
+                grant=raw["grant"],
+                generation=raw["generation"],
+                length=raw["length"],
+                access=ACCESS_BY_NAME.get(raw["access"], 0),
+                key=bytes.fromhex(raw["key"]),
+                kind=raw["kind"],
+                expires_in_s=None if expires is None else float(expires),
+                endpoints=endpoints,
+            )
+        except KeyError as missing:
+            raise UsageError(f"bad descriptor: field {missing} is missing") from missing
+        except (TypeError, ValueError, AttributeError) as wrong:
+            if isinstance(wrong, UsageError):
+                raise
+            raise UsageError(f"bad descriptor: {wrong}") from wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Prefill says "request R can be fetched here". Small; a router may carry it as JSON.
+
+    It names a posting at the publisher's daemon; ``secret`` lets an authenticated node claim it. Geometry, block table and
+    remote descriptors are handed over by the daemon at the claim, inside the control plane.
+    """
+
+    node_id: str
+    incarnation: str
+    addresses: tuple[str, ...]
+    posting: str
+    secret: bytes = field(repr=False)
+    request_id: str
+    expires_in_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("node_id", "incarnation", "posting"):
+            _require(_is_hex(getattr(self, name), 32), f"{name} must be 32 hex digits", getattr(self, name))
+        _require(isinstance(self.secret, bytes) and len(self.secret) == 16, "secret must be 16 bytes", type(self.secret))
+        _require(1 <= len(self.addresses) <= CANDIDATES_MAX, "addresses", self.addresses)
+        for text in self.addresses:
+            _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "address", text)
+        _require(isinstance(self.request_id, str) and 0 < len(self.request_id) <= 256, "request_id", self.request_id)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of strings and numbers for a router to carry."""
+        return {
+            "v": DESCRIPTOR_VERSION,
+            "node_id": self.node_id,
+            "incarnation": self.incarnation,
+            "addresses": list(self.addresses),
+            "posting": self.posting,
+            "secret": self.secret.hex(),
+            "request_id": self.request_id,
+            "expires_in_s": self.expires_in_s,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Ticket:
+        """Rebuild a ticket; anything malformed is a `UsageError` that names the field."""
+        _require(isinstance(raw, Mapping), "not a mapping", raw)
+        _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"))
+        try:
+            return cls(
+                node_id=raw["node_id"],
+                incarnation=raw["incarnation"],
+                addresses=tuple(raw["addresses"]),
+                posting=raw["posting"],
+                secret=bytes.fromhex(raw["secret"]),
+                request_id=raw["request_id"],
+                expires_in_s=float(raw["expires_in_s"]),
+            )
+        except KeyError as missing:
+            raise UsageError(f"bad ticket: field {missing} is missing") from missing
+        except (TypeError, ValueError, AttributeError) as wrong:
+            if isinstance(wrong, UsageError):
+                raise
+            raise UsageError(f"bad ticket: {wrong}") from wrong
+
+    @classmethod
+    def from_json(cls, text: str) -> Ticket:
+        try:
+            raw = json.loads(text)
+        except ValueError as wrong:
+            raise UsageError(f"bad ticket: not JSON: {wrong}") from wrong
+        return cls.from_dict(raw)

@@ -1,0 +1,201 @@
+/* transport.h: the contract between the core and a transport.
+ *
+ * A transport is one table of ten functions, one file, one global symbol (`kvx_transport_<name>`). It moves bytes and
+ * nothing else: the core owns ids, tables, pins, keys, threads and the completion ring; a transport queues and finishes.
+ * All ten slots are required (kvx_core refuses a table with a hole or with another ABI number); what a transport cannot do
+ * it says in `query`.
+ *
+ * Threads. The core makes every thread. Each transport says in `open` how many progress threads it wants
+ * (kvx_core_threads_set, default 1); the core loops each of them over `progress`. Slots other than `progress` are called from
+ * the engine's owner thread or from any progress thread; none of them may block, sleep, or copy more than
+ * config->inline_bytes_max. The core never holds its own lock while it calls a slot, so a slot may call any core function.
+ *
+ * Objects (kvx_region, kvx_grant, kvx_import, kvx_peer, kvx_op) belong to the core. A transport may keep a pointer from
+ * the slot that introduced it until the call that ends it (named beside each slot), and may use the `transport_data` field
+ * of imports, peers and ops freely.
+ */
+#ifndef KVX_TRANSPORT_H
+#define KVX_TRANSPORT_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "api.h"
+
+typedef struct kvx_core kvx_core;
+typedef struct kvx_op kvx_op;
+
+/* Memory registered with this engine. Lives until mem_release(region, NULL) returned on every transport. */
+typedef struct kvx_region {
+    uint64_t id;
+    uint64_t generation;
+    uint8_t *base;
+    uint64_t length;
+    int memfd;       /* -1: not shareable by fd */
+    uint32_t flags;  /* KVX_REGION_* */
+} kvx_region;
+
+/* The right of peers to reach a part of a region. */
+typedef struct kvx_grant {
+    uint64_t id;
+    kvx_region *region;
+    uint64_t offset; /* of the grant within the region */
+    uint64_t length;
+    uint32_t access; /* KVX_READ | KVX_WRITE */
+    uint8_t key[KVX_KEY_BYTES];
+    _Atomic bool revoked; /* set by the core before mem_release; look at it between chunks */
+} kvx_grant;
+
+/* A connection that we opened to another engine. Lives until kvx_peer_closed; a lost peer is closed by its owner later. */
+typedef struct kvx_peer {
+    uint64_t id;
+    uint64_t token; /* of the pending connect */
+    char endpoint[KVX_ENDPOINT_MAX];
+    void *transport_data;
+} kvx_peer;
+
+/* A remote grant that we may use. */
+typedef struct kvx_import {
+    uint64_t id;
+    uint64_t token; /* of the pending import */
+    kvx_peer *peer;
+    kvx_remote remote;
+    uint8_t *mapping;           /* set by a transport that maps, before kvx_import_done */
+    _Atomic bool revoked;       /* set by the transport when the owner takes it back */
+    void *transport_data;
+} kvx_import;
+
+/* One accepted kvx_submit. The segments were checked against both the local region and import->remote.length. */
+struct kvx_op {
+    uint64_t token;
+    uint32_t kind;  /* KVX_OP_PUT | KVX_OP_GET */
+    uint32_t flags; /* KVX_OP_NOTIFY | KVX_OP_CHECK */
+    kvx_region *region; /* pinned until kvx_op_complete; NULL when count == 0 */
+    kvx_import *import;
+    kvx_segment *segments; /* adjacent ones merged; owned by the core until kvx_op_complete */
+    uint32_t count;
+    uint64_t bytes; /* sum of lengths */
+    uint64_t tag, value;
+    _Atomic bool cancelled; /* look at it between chunks */
+    bool corrupt; /* test seam, set by the fault transport: flip one bit of the first byte that this op delivers */
+    void *transport_data;
+};
+
+/* The owner's view of one access in progress, between kvx_access_begin and kvx_access_end. */
+typedef struct kvx_access {
+    kvx_grant *grant; /* stays valid until kvx_access_end */
+    uint8_t *base;    /* of the grant */
+    uint64_t length;
+} kvx_access;
+
+typedef struct kvx_transport_ops {
+    /* 0. KVX_ABI_VERSION of the header this file was compiled with. */
+    uint32_t abi_version;
+    const char *name;
+
+    /* 1. Start: listen, allocate. `slot` names the transport in core calls. On failure frees everything and writes a
+     *    sentence into `why`. Runs once, before any thread exists. */
+    int (*open)(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
+                size_t why_size);
+
+    /* 2. Stop. All progress threads of this transport are gone by now. Completes every live op (KVX_E_CLOSED), then frees
+     *    everything. No core call after the return. */
+    void (*close)(void *transport);
+
+    /* 3. Describe: capabilities, limits, endpoint. Constant after open. */
+    void (*query)(void *transport, kvx_transport_info *info_p);
+
+    /* 4. A region appeared. KVX_OK, or an error that makes the registration fail (the core rolls back). */
+    int (*mem_register)(void *transport, kvx_region *region);
+
+    /* 5. Memory is taken back.
+     *    grant != NULL: the grant is revoked (the flag is set, kvx_access_begin refuses it already). End every use of
+     *      it by peers. KVX_OK: no peer can move a byte through it any more. KVX_PENDING: kvx_grant_quiet follows, exactly
+     *      once, from any thread, as soon as that is true; never because time passed.
+     *    grant == NULL: every grant of `region` is quiet, forget the region. Returns KVX_OK. */
+    int (*mem_release)(void *transport, kvx_region *region, kvx_grant *grant);
+
+    /* 6. Make a remote grant usable; KVX_PENDING and then kvx_import_done exactly once (never called from within the slot).
+     *    An error means that nothing was taken. The import lives until peer_close(peer, import). */
+    int (*mem_import)(void *transport, kvx_import *import);
+
+    /* 7. Connect to peer->endpoint. KVX_PENDING and then kvx_connect_done exactly once (within config->connect_ms, never from
+     *    within the slot), or an error and nothing was taken. */
+    int (*peer_connect)(void *transport, kvx_peer *peer);
+
+    /* 8. Two uses.
+     *    import == NULL: close the peer: complete all its ops (KVX_E_PEER_LOST or as they ended), drop its imports, then
+     *      kvx_peer_closed exactly once, not from within the slot. Also called for a peer that was lost; then
+     *      kvx_peer_closed still follows.
+     *    import != NULL: the core lets go of this import (no op of it is live): unmap, forget. Returns KVX_OK. */
+    int (*peer_close)(void *transport, kvx_peer *peer, kvx_import *import);
+
+    /* 9. Take the whole op or nothing. KVX_PENDING: accepted, kvx_op_complete follows exactly once, or has been called
+     *    from within (inline completion). KVX_AGAIN: full, nothing taken. Error: nothing taken. Ops of one import with
+     *    KVX_OP_NOTIFY are told to the owner after the bytes of that op, and in the order of submission when each was
+     *    submitted after the completion of the one before. */
+    int (*submit)(void *transport, kvx_op *op);
+
+    /* 10. Do what can be done; wait at most timeout_ms (-1 = until kvx_core_wake or work) in progress thread `thread`
+     *    (0-based). Returns how many steps it did. KVX_ENGINE_MANUAL calls it with timeout_ms = 0 from kvx_engine_step. */
+    int (*progress)(void *transport, uint32_t thread, int timeout_ms);
+} kvx_transport_ops;
+
+/* -- what the core offers to transports (core.c) --------------------------------------------------------------- */
+
+/* In `open`: how many progress threads this transport wants (0 = none, default 1). */
+void kvx_core_threads_set(kvx_core *core, uint32_t slot, uint32_t threads);
+/* A fd that becomes readable when kvx_core_wake is called for (slot, thread): put it in your epoll set. The
+ * transport drains it (read 8 bytes). */
+int kvx_core_wake_fd(kvx_core *core, uint32_t slot, uint32_t thread);
+void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread);
+const kvx_engine_config *kvx_core_config(const kvx_core *core);
+kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot);
+uint64_t kvx_now_ms(void); /* CLOCK_MONOTONIC */
+
+/* Copy pool: runs job->run(job) on one of config->copy_threads threads, first in first out. */
+typedef struct kvx_job {
+    void (*run)(struct kvx_job *job);
+    struct kvx_job *next;
+} kvx_job;
+void kvx_core_job_post(kvx_core *core, kvx_job *job);
+
+/* Completions. Each is exactly once per object; a second call aborts the process in debug builds (KVX_ASSERT). */
+void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment);
+void kvx_connect_done(kvx_peer *peer, int status, int sys_errno);
+void kvx_import_done(kvx_import *import, int status, int sys_errno);
+void kvx_peer_lost(kvx_peer *peer, int status); /* call after all its ops were completed; at most once, after connect_done(OK) */
+void kvx_peer_closed(kvx_peer *peer);
+void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant);
+
+/* Owner side. `authenticate` is done by the transport with the key that kvx_access_begin reveals; call
+ * kvx_access_end on every path. Refuses with KVX_E_UNKNOWN, KVX_E_STALE, KVX_E_REVOKED. Access rights are checked by
+ * kvx_access_allow after the key was verified, so that the error does not tell a stranger anything. */
+int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
+int kvx_access_allow(const kvx_access *access, uint32_t rights);
+int kvx_access_range(const kvx_access *access, uint64_t offset, uint64_t length); /* overflow-safe; KVX_OK or KVX_E_RANGE */
+void kvx_access_end(kvx_core *core, kvx_access *access);
+
+/* Owner side: a notification for Python. KVX_AGAIN: the queue is full; do not read further from that peer, and try
+ * again after the next kvx_core_wake (the core wakes every thread when there is room again). */
+int kvx_notify_post(kvx_core *core, uint32_t slot, uint64_t grant, uint64_t tag, uint64_t value);
+
+/* Owner side: an incoming connection used / stopped using a grant. `lost` = the connection ended without saying goodbye.
+ * A connection attaches each grant once and detaches it when it ends. When the last attachment goes and any was lost, Python
+ * gets KVX_EV_GRANT_LOST. Unknown ids are ignored. */
+void kvx_grant_attach(kvx_core *core, uint64_t grant);
+void kvx_grant_detach(kvx_core *core, uint64_t grant, bool lost);
+
+#define KVX_ASSERT(condition) \
+    do {                      \
+        if (!(condition)) kvx_panic(#condition, __FILE__, __LINE__); \
+    } while (0)
+_Noreturn void kvx_panic(const char *condition, const char *file, int line);
+
+extern const kvx_transport_ops kvx_transport_loop;
+extern const kvx_transport_ops kvx_transport_shm;
+extern const kvx_transport_ops kvx_transport_tcp;
+/* The decorator: opens `inner` inside itself and forwards every slot. */
+int kvx_transport_fault_wrap(const kvx_transport_ops *inner, kvx_transport_ops *wrapped_p);
+
+#endif
