@@ -1,9 +1,9 @@
 """A very small HTTP/1.1 server for scrapes and probes: GET and HEAD of a fixed set of paths.
 
 The idea that keeps it safe: a connection carries one request, nothing is interpreted beyond the request line, every
-connection has one deadline for its whole life, and whatever does not look like a request closes the connection without an
-answer. There is no task per connection, only protocol callbacks and one timer, so an idle or hostile client costs a socket
-and nothing else.
+connection has one deadline for its whole life, and whatever does not look like a request closes it without an answer.
+There is no task per connection, only protocol callbacks and one timer, so an idle or hostile client costs a socket and
+nothing else.
 """
 
 from __future__ import annotations
