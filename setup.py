@@ -12,7 +12,7 @@ setup(
         Extension(
             "kvxfer.native._shim",
             sources=sorted(str(path) for path in NATIVE.glob("*.c") if path.name not in NOT_COMPILED_ALONE),
-            depends=sorted(str(path) for path in NATIVE.glob("*.h")),
+            depends=["setup.py", *sorted(str(path) for path in NATIVE.glob("*.h"))],
             include_dirs=[str(NATIVE)],
             extra_compile_args=["-std=gnu11", "-O3", "-g", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],

@@ -1,0 +1,106 @@
+# Every command a contributor needs. The first one on a fresh machine makes .venv from the pinned requirements and compiles
+# the native engine in place; later ones do only what is out of date. pip asks the package index that pip is configured for.
+#
+#   make demo ARGS="--damage"        pass arguments on
+#   make test PYTHON=python3.12      another interpreter (also: VENV=/elsewhere/venv)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3 || echo python3)
+VENV ?= .venv
+ARGS ?=
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PYTEST := $(PY) -m pytest
+NATIVE_FORMATTED = $(filter-out kvxfer/native/_shim.c,$(wildcard kvxfer/native/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch]))
+PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
+
+export PYTHONFAULTHANDLER := 1
+
+.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize bench format clean distclean
+
+help: ## what there is
+	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
+
+# -- environment: three stamps, each made again when the file that pins it changes ------------------------------------
+
+$(VENV)/.made: tools/preflight.py
+	@command -v $(PYTHON) >/dev/null || { echo "kvxfer: no $(PYTHON) here: install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) tools/preflight.py
+	@if ! $(PIP) --version >/dev/null 2>&1; then echo "== making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); fi
+	@touch $@
+
+$(VENV)/.runtime: requirements/runtime.txt requirements/build.txt $(VENV)/.made
+	@echo "== installing what kvxfer needs to run and to be compiled"
+	@$(PIP) install -r requirements/runtime.txt -r requirements/build.txt
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+	@echo "== installing the tools of tests and checks"
+	@$(PIP) install -r requirements/dev.txt
+	@touch $@
+
+# -- build ------------------------------------------------------------------------------------------------------------
+
+# setuptools compares times itself, so this is quick when nothing changed; the command `kvxfer` is installed once.
+build: $(VENV)/.runtime ## compile the native engine in place and install the command kvxfer into the venv
+	@echo "== compiling the native engine"
+	@$(PY) setup.py --quiet build_ext --inplace
+	@$(MAKE) --no-print-directory $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml setup.py $(VENV)/.runtime
+	@echo "== installing the command kvxfer into $(VENV)"
+	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# -- use --------------------------------------------------------------------------------------------------------------
+
+demo: build ## prefill in one process, decode in another, compare every token (ARGS="--help" lists the options)
+	@$(PY) examples/demo.py $(ARGS)
+
+bench: build $(VENV)/.dev ## measure (ARGS are passed on)
+	@$(PY) -m benchmarks $(ARGS)
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+check-static: build $(VENV)/.dev
+	@echo "== ruff format"; $(PY) -m ruff format --check $(PYTHON_FORMATTED)
+	@echo "== ruff"; $(PY) -m ruff check $(PYTHON_FORMATTED)
+	@echo "== mypy --strict"; $(PY) -m mypy --strict
+	@echo "== clang-format"; $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
+	@echo "== source rules"; $(PYTEST) -q tests/test_sourcecode.py
+
+check: check-static ## formats, lint, types, source rules, then the quick tests
+	@echo "== quick tests"; KVXFER_TEST_LOOP=asyncio $(PYTEST) -q -m "not once and not slow" --deselect tests/test_sourcecode.py $(ARGS)
+
+test: check-static ## checks, the suite in three event loop modes, then the sanitizers
+	@$(MAKE) --no-print-directory test-asyncio
+	@$(MAKE) --no-print-directory test-debug
+	@$(MAKE) --no-print-directory test-uvloop
+	@$(MAKE) --no-print-directory sanitize
+	@echo "== all passed"
+
+# What no event loop can change runs in the mode `asyncio` only (tests/conftest.py says how that is known).
+test-asyncio test-debug test-uvloop: build $(VENV)/.dev
+	@echo "== tests, loop mode $(@:test-%=%)"
+	@KVXFER_TEST_LOOP=$(@:test-%=%) $(PYTEST) -q --durations=8 $(ARGS)
+
+sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
+	@$(PY) tests/native/sanitize/run.py
+
+format: $(VENV)/.dev ## rewrite Python and C files in the project's format
+	@$(PY) -m ruff format $(PYTHON_FORMATTED)
+	@$(PY) -m ruff check --fix $(PYTHON_FORMATTED)
+	@$(VENV)/bin/clang-format -i $(NATIVE_FORMATTED)
+
+clean: ## remove what was built (the venv stays)
+	rm -rf build dist tests/native/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f kvxfer/native/*.so $(VENV)/.installed
+	find kvxfer tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the venv
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,61 @@
+"""One suite, three event loops.
+
+`KVXFER_TEST_LOOP` chooses: `asyncio` (the default), `debug` (asyncio in debug mode: slow callbacks, wrong threads, never
+awaited coroutines) or `uvloop`. A test that no loop can change (it is not a coroutine and uses no async fixture), or that says
+so itself with the marker `once`, runs in the mode `asyncio` only. `KVXFER_TEST_SLACK` stretches the time limits on slow
+machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+import pytest
+import uvloop
+
+MODES = ("asyncio", "debug", "uvloop")
+
+
+def loop_mode() -> str:
+    mode = os.environ.get("KVXFER_TEST_LOOP", "asyncio")
+    if mode not in MODES:
+        raise pytest.UsageError(f"KVXFER_TEST_LOOP={mode!r}: not one of {', '.join(MODES)}")
+    return mode
+
+
+def slack() -> float:
+    return float(os.environ.get("KVXFER_TEST_SLACK", "1"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "once: no event loop changes the outcome; runs in one loop mode")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds; left out of `make check`")
+    if loop_mode() == "debug":
+        config.option.asyncio_debug = True
+    if config.getoption("timeout") is None and slack() > 1:
+        config.option.timeout = float(config.getini("timeout")) * slack()
+
+
+def pytest_report_header() -> str:
+    return f"event loop: {loop_mode()}, slack: {slack():g}"
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    mode = loop_mode()
+    return {mode: uvloop.new_event_loop if mode == "uvloop" else asyncio.new_event_loop}
+
+
+def loop_matters(item: pytest.Item) -> bool:
+    return item.get_closest_marker("asyncio") is not None and item.get_closest_marker("once") is None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if loop_mode() == "asyncio":
+        return
+    kept = [item for item in items if loop_matters(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not loop_matters(item)])
+    items[:] = kept

@@ -1,0 +1,44 @@
+"""Says in one sentence what this machine lacks to build kvxfer, before pip or the compiler say it in fifty lines.
+
+Runs with the interpreter that will own the virtual environment, also with one that is far too old: plain syntax only.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+
+PYTHON_MIN = (3, 11)
+
+
+def problems():
+    """Yield one sentence for each thing that is missing."""
+    if sys.version_info < PYTHON_MIN:
+        yield "kvxfer needs Python %d.%d or newer, but %s is %d.%d. Name another one: make PYTHON=/path/to/python3" % (
+            PYTHON_MIN + (sys.executable,) + tuple(sys.version_info[:2])
+        )
+        return
+    if sys.platform != "linux":
+        yield "kvxfer's native engine needs Linux (memfd, eventfd, epoll); this is %s." % sys.platform
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        yield "%s cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" % sys.executable
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        yield "No C compiler: %r is not on the PATH. On Debian and Ubuntu: apt-get install gcc libc6-dev" % compiler
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    if not os.path.exists(header):
+        yield "Python's C headers are missing (%s). On Debian and Ubuntu: apt-get install python3-dev" % header
+
+
+def main():
+    found = list(problems())
+    for sentence in found:
+        print("kvxfer: " + sentence, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
