@@ -1,8 +1,8 @@
 """Every error that kvxfer raises: one tree that answers two questions, whose fault it was and how much broke.
 
-``KvxferError`` has one subclass per answer (see the class docstrings); below them stand the concrete errors, each with a
-stable ``code`` that also travels on the wire and labels metrics. Callers branch on classes or on ``code``; nobody parses
-the text. This module imports nothing of ours.
+``KvxferError`` has one subclass per answer (see the class docstrings); below them stand the concrete errors, each with
+a stable ``code`` that also travels on the wire and labels metrics. Callers branch on classes or on ``code``; nobody
+parses the text. This module imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -374,9 +374,27 @@ def _tree(root: type[KvxferError]) -> dict[str, type[KvxferError]]:
 BY_CODE: Mapping[str, type[KvxferError]] = _tree(KvxferError)
 
 
-def from_code(code: str, message: str, **known: Field) -> KvxferError:
-    """Rebuild an error that came over the wire; an unknown code becomes the root class with the code in its fields."""
-    found = BY_CODE.get(code)
-    if found is None:
-        return KvxferError(message, unknown_code=code, **known)
-    return found(message, **known)  # type: ignore[arg-type]
+_NAMED: Mapping[str, type] = {
+    "op_id": int,
+    "peer": str,
+    "transport": str,
+    "status": int,
+    "retryable": bool,
+    "hint": str,
+}
+
+
+def from_code(code: str, message: str, /, **known: Field) -> KvxferError:
+    """Rebuild an error that came over the wire; an unknown code becomes the root class with the code in its fields.
+
+    Any names and types are taken, since a peer chose them: what does not fit a named attribute stays in ``fields``.
+    """
+    error = BY_CODE.get(code, KvxferError)(message)
+    if code not in BY_CODE:
+        error.fields["unknown_code"] = code
+    for name, value in known.items():
+        if name in _NAMED and type(value) is _NAMED[name]:
+            setattr(error, name, value)
+        else:
+            error.fields[name] = value
+    return error

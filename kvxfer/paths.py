@@ -1,0 +1,86 @@
+"""Where the daemon's socket lives, and a directory for it that nobody else can enter.
+
+The idea: the directory is the access control of the Unix socket, so it is made with mode 0700, belongs to us, and
+anything else about it is refused with the reason instead of being repaired behind the operator's back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
+from kvxfer.errors import ConfigError
+
+SOCKET_NAME = "kvxferd.sock"
+
+
+def socket_dir(config: Config, env: Mapping[str, str] | None = None) -> Path:
+    """The configured directory, $KVXFER_SOCKET_DIR, $XDG_RUNTIME_DIR/kvxfer or /tmp/kvxfer-<uid>; touches nothing."""
+    env = os.environ if env is None else env
+    if config.socket_dir:
+        return Path(config.socket_dir)
+    if env.get("KVXFER_SOCKET_DIR"):
+        return _checked(Path(env["KVXFER_SOCKET_DIR"]), "environment KVXFER_SOCKET_DIR")
+    runtime = env.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and len(runtime) + len("/kvxfer") <= SOCKET_DIR_CHARS_MAX:
+        return Path(runtime) / "kvxfer"
+    return Path(f"/tmp/kvxfer-{os.getuid()}")
+
+
+def daemon_socket(config: Config, env: Mapping[str, str] | None = None) -> Path:
+    """The path of the daemon's Unix socket."""
+    return socket_dir(config, env) / SOCKET_NAME
+
+
+def ensure_socket_dir(path: Path) -> Path:
+    """Make the directory (mode 0700) if it is missing, and check that it is ours alone. Raises `ConfigError`."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError as error:
+        raise _refused(
+            path, f"its parent {path.parent} does not exist", "create it, or set another socket_dir"
+        ) from error
+    except NotADirectoryError as error:
+        raise _refused(path, f"{path.parent} is not a directory") from error
+    except OSError as error:
+        why = "the file system is read-only" if error.errno == errno.EROFS else f"cannot be made: {error.strerror}"
+        raise _refused(path, why, "set socket_dir to a place where this user may write") from error
+    check_socket_dir(path)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _refused(path, "this user may not write there", "set another socket_dir")
+    return path
+
+
+def check_socket_dir(path: Path) -> None:
+    """Refuse a directory that others could have prepared or can enter. A client calls it before using it."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise _refused(path, f"cannot be used: {error.strerror}") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise _refused(path, "is a symbolic link", f"set socket_dir to {path.resolve()}")
+    if not stat.S_ISDIR(status.st_mode):
+        raise _refused(path, "is not a directory")
+    if status.st_uid != os.getuid():
+        raise _refused(
+            path, f"belongs to user {status.st_uid}, not to user {os.getuid()}", "remove it, or set another socket_dir"
+        )
+    if status.st_mode & 0o077:
+        raise _refused(path, f"others may enter it (mode {status.st_mode & 0o777:04o})", f"chmod 700 {path}")
+
+
+def _checked(path: Path, source: str) -> Path:
+    if not path.is_absolute() or len(str(path)) > SOCKET_DIR_CHARS_MAX:
+        why = f"must be an absolute path of at most {SOCKET_DIR_CHARS_MAX} characters"
+        raise ConfigError(f"bad value for socket_dir: {why}", key="socket_dir", value=str(path)[:120], source=source)
+    return path
+
+
+def _refused(path: Path, why: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"socket directory {path}: {why}", key="socket_dir", value=str(path), hint=hint)

@@ -1,0 +1,99 @@
+"""The places that configuration comes from: a TOML file, the environment, flags, and the file that holds the secret.
+
+The idea: each reader returns raw values with the name of their source and judges only the names; `Option.parse` judges
+the values. So every refusal can say where the wrong thing was written.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.errors import ConfigError
+from kvxfer.options import Option, nearest
+
+SECRET_BYTES_MIN = 16
+SECRET_BYTES_MAX = 1024
+Layers = list[tuple[str, dict[str, Any]]]
+
+
+def known(name: str, source: str, options: Mapping[str, Option]) -> Option:
+    """The option of this name, or a `ConfigError` with the nearest name."""
+    option = options.get(name)
+    if option is None:
+        close = nearest(name, options)
+        hint = f"did you mean {close}?" if close else None
+        raise ConfigError(f"unknown option {name[:80]!r}", key=name[:80], source=source, hint=hint)
+    return option
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The TOML file's keys and raw values. Raises `ConfigError`."""
+    source = f"file {os.fspath(path)}"
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", source=source) from error
+    except (ValueError, RecursionError) as wrong:  # bad TOML, bad UTF-8, absurd numbers, absurd nesting
+        raise ConfigError(f"the configuration is not valid TOML: {wrong}", source=source) from wrong
+
+
+def read_environment(env: Mapping[str, str], options: Mapping[str, Option]) -> tuple[Layers, tuple[str, ...]]:
+    """What KVXFER_* variables say, as (source, values), and warnings about those that no option has."""
+    found: Layers = []
+    warnings: list[str] = []
+    by_env = {option.env: option for option in options.values()}
+    for key in sorted(env):
+        if not key.startswith("KVXFER_") or key.startswith("KVXFER_TEST_") or key == "KVXFER_CONFIG":
+            continue
+        if key in by_env:
+            found.append((f"environment {key}", {by_env[key].name: env[key]}))
+            continue
+        close = nearest(key.removeprefix("KVXFER_"), options)
+        warnings.append(
+            f"unknown environment variable {key[:80]}" + (f", did you mean {options[close].env}?" if close else "")
+        )
+    return found, tuple(warnings)
+
+
+def read_flags(flags: Mapping[str, object], options: Mapping[str, Option]) -> Layers:
+    """What flags say; None means not given. Raises `ConfigError` for secrets and unknown names."""
+    found: Layers = []
+    for key, value in flags.items():
+        if value is None:
+            continue
+        name = key.removeprefix("--").replace("-", "_")
+        source = "flag --" + name.replace("_", "-")
+        if known(name, source, options).secret:
+            why = "a command line can be read by every user of the host"
+            raise ConfigError(
+                f"{name} is not taken from a flag: {why}", key=name, source=source, hint="use secret_file"
+            )
+        found.append((source, {name: value}))
+    return found
+
+
+def read_secret_file(path: str) -> bytes:
+    """The secret in the file, without its line end. Raises `ConfigError` when others may read it."""
+
+    def wrong(why: str, hint: str | None = None) -> ConfigError:
+        return ConfigError(f"bad value for secret_file: {why}", key="secret_file", value=path, hint=hint)
+
+    try:
+        # without O_NONBLOCK, opening a fifo would wait for its writer
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise wrong("not a regular file")
+            if status.st_mode & 0o077:
+                raise wrong(f"others may access it (mode {status.st_mode & 0o777:04o})", f"chmod 600 {path}")
+            secret = file.read(SECRET_BYTES_MAX + 3).strip(b"\r\n")
+    except OSError as error:
+        raise wrong(f"cannot be read: {error.strerror}") from error
+    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        raise wrong(f"holds {len(secret)} bytes; accepted: {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}")
+    return secret
