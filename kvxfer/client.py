@@ -1,0 +1,395 @@
+"""`Client`: what an inference worker uses. Regions, one-sided put and get, push, pull, small messages.
+
+A client has one engine (the data plane inside this process) and one link to its node's daemon. All methods belong to the
+event loop in which the client was entered. Every timeout is in seconds and finite; the default is the configuration's
+`timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import SystemRandom
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvxfer.adopt import Adoption
+from kvxfer.config import Config, load
+from kvxfer.control import Control
+from kvxfer.dataplane import DataPlane, Part
+from kvxfer.deadline import Deadline
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor, Ticket
+from kvxfer.errors import AccessDenied, ClosedError, InvalidLength, OutOfRange, UsageError
+from kvxfer.geometry import BlockTable
+from kvxfer.link import LinkFacts
+from kvxfer.mailboxes import Mailboxes
+from kvxfer.memory import borrow
+from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind, RegionInfo
+from kvxfer.notifications import Notifications
+from kvxfer.offer import Landing
+from kvxfer.paths import counters_path, daemon_socket, socket_dir
+from kvxfer.peer import Peer, as_node
+from kvxfer.publish import Publication, Pull, Pulled, as_ticket
+from kvxfer.push import Push
+from kvxfer.region import KVCache, Region, Span, check_span
+from kvxfer.sharing import Share, lookup_descriptor, share_region
+from kvxfer.spans import SpanHandle, SpanLedger
+from kvxfer.tasks import TaskOwner
+from kvxfer.transfer import Transfer, gather_settled
+
+Node = str | Sequence[str]
+
+
+class Client:
+    """``async with kvxfer.Client() as client``: connected to the daemon of this node.
+
+    ``socket`` is the daemon's Unix socket; by default it is looked for in the configured socket directory. Raises
+    `DaemonUnavailable` when nobody serves it.
+    """
+
+    def __init__(self, socket: str | Path | None = None, *, config: Config | None = None, name: str = "") -> None:
+        self.config = load().config if config is None else config
+        self._socket = None if socket is None else Path(socket)
+        self._name = name or f"worker-{os.getpid()}"
+        self._tasks = TaskOwner("client")
+        self._engine: Engine | None = None
+        self._plane: DataPlane | None = None
+        self._control: Control | None = None
+        self._mailboxes: Mailboxes | None = None
+        self.ledger = SpanLedger()
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Client:
+        directory = socket_dir(self.config) if self._socket is None else self._socket.parent
+        socket = daemon_socket(directory) if self._socket is None else self._socket
+        engine_id = secrets.token_bytes(16)
+        counters = counters_path(directory, engine_id)
+        facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
+        control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
+        # The daemon first: without it there is nothing to clean up, and it knows what to advertise.
+        engine = Engine(EngineConfig.from_config(self.config, engine_id, socket_dir=str(directory), counters_path=str(counters)))
+        self._engine = engine
+        try:
+            await control.start()
+            self._control = control
+            self._plane = DataPlane(
+                engine, node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise
+            )
+            self._mailboxes = Mailboxes(control, self.config)
+        except BaseException:
+            await control.aclose()
+            engine.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End everything: transfers complete, memory is unmapped, no task, thread or descriptor of ours remains."""
+        await self._tasks.aclose()
+        if self._control is not None:
+            await self._control.aclose()
+        if self._plane is not None:
+            await self._plane.aclose()
+        self._plane = self._control = self._mailboxes = None
+
+    @property
+    def plane(self) -> DataPlane:
+        """The data plane (for tools; transfers normally go through `put`, `get`, `push` and `pull`)."""
+        if self._plane is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._plane
+
+    @property
+    def control(self) -> Control:
+        """The link to the daemon (for tools)."""
+        if self._control is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._control
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where other nodes reach this node's daemon, best first."""
+        return self.control.addresses
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    async def alloc(self, length: int, *, numa_node: int | None = None) -> Region:
+        """``length`` bytes of shareable memory (hugepages when there are any), touched once; ``region.array`` is it.
+
+        Peers on this host reach it without a system call per transfer. Raises `ShmTooSmall` or `RegistrationError` (what was
+        asked for, what there is, what to do) and `InvalidLength`.
+        """
+        check_span(0, length, U64_MAX, "alloc")
+        plane = self.plane
+        engine = plane.engine
+        # Touching pages takes about a second per GiB: never on the loop.
+        working = asyncio.ensure_future(asyncio.to_thread(engine.alloc, length, numa_node))
+        try:
+            info = await asyncio.shield(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(lambda done: self._drop_late(done))
+            raise
+        view = engine.buffer(info)
+        return Region(plane, info, np.frombuffer(view, dtype=np.uint8), view)
+
+    def _drop_late(self, done: asyncio.Future[RegionInfo]) -> None:
+        if not done.cancelled() and done.exception() is None and self._plane is not None:
+            self._plane.engine.release(done.result().id)
+
+    async def register(self, memory: Any) -> Region:
+        """Make memory that the caller owns reachable: a numpy array, a CPU tensor, DLPack, or anything with a buffer.
+
+        The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial overlap is
+        an `OverlapError` that names the region in the way.
+        """
+        found = borrow(memory)
+        info = self.plane.engine.register(found.address, found.length, read_only=found.read_only)
+        view = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * found.length).from_address(found.address))
+        if found.read_only:
+            view.flags.writeable = False
+        return Region(self.plane, info, view, found.owner)
+
+    # -- one-sided ------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        source: Region | Span,
+        target: RemoteDescriptor,
+        *,
+        target_offset: int = 0,
+        timeout: float | None = None,
+        visible: bool = False,
+        notify: int = 0,
+    ) -> Transfer:
+        """Write ``source`` into the memory that ``target`` describes, from ``target_offset`` on.
+
+        Awaiting the transfer resolves when the owner's memory holds the bytes; with ``visible=True`` when the owner has
+        also been told (see `notifications`; it receives ``notify``, 0 to 2^64-1).
+        """
+        return self._one_sided(
+            OpKind.PUT, source, target, target_offset, timeout, (0, notify) if visible else None, ACCESS_WRITE
+        )
+
+    def get(
+        self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
+    ) -> Transfer:
+        """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
+        return self._one_sided(OpKind.GET, target, source, source_offset, timeout, None, ACCESS_READ)
+
+    def _one_sided(
+        self,
+        kind: OpKind,
+        local: Region | Span,
+        remote: RemoteDescriptor,
+        remote_offset: int,
+        timeout: float | None,
+        notify: tuple[int, int] | None,
+        right: int,
+    ) -> Transfer:
+        if isinstance(local, Span):
+            region, offset, length = local.region, local.offset, local.length
+        elif isinstance(local, Region):
+            region, offset, length = local, 0, local.length
+        else:
+            raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
+        region.require()
+        if not isinstance(remote_offset, int) or remote_offset < 0:
+            raise InvalidLength("the remote offset must be an integer of at least 0", value=repr(remote_offset)[:40])
+        if remote_offset + length > remote.length:
+            raise OutOfRange(
+                "the span leaves the remote memory", offset=remote_offset, length=length, limit=remote.length
+            )
+        if not remote.access & right:
+            raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
+        part = Part(
+            kind=kind,
+            region=region.id,
+            descriptor=remote,
+            span=(offset, remote_offset, length),
+            notify=notify,
+            check=self.config.integrity,
+        )
+        limit = self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
+        return self.plane.start((part,), timeout=limit, peer=remote.node_id)
+
+    def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
+        """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of values."""
+        return Notifications(self.plane, descriptor)
+
+    # -- nodes, names, messages -------------------------------------------------------------------------------
+
+    async def connect(self, node: Node, *, timeout: float | None = None) -> Peer:
+        """Reach a node now (so that the first transfer does not have to) and return a handle for it."""
+        peer = Peer(self, as_node(node))
+        await peer.ping(timeout=timeout)
+        return peer
+
+    async def send(self, node: Node, channel: str, data: bytes, *, timeout: float | None = None) -> None:
+        """Put a small message into a channel of another node's mailbox; returns when it is there."""
+        await self._boxes.send(as_node(node), channel, data, self._deadline(timeout))
+
+    async def recv(self, channel: str, *, timeout: float | None = None) -> bytes:
+        """The next message of a channel of this node."""
+        return await self._boxes.recv(channel, self._deadline(timeout))
+
+    async def share(self, region: Region, name: str, access: str = "rw", *, lease_s: float | None = None) -> Share:
+        """Give a region a name under which other nodes find its descriptor (`lookup`)."""
+        lease = self.config.lease_s if lease_s is None else lease_s
+        return await share_region(self, region, name, access, lease)
+
+    async def lookup(
+        self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
+    ) -> RemoteDescriptor:
+        """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
+        return await lookup_descriptor(self, as_node(node), name, wait_s, self._deadline(timeout))
+
+    # -- whole caches -----------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Landing:
+        """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after ``timeout``."""
+        return Landing(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self.config.lease_s if lease_s is None else lease_s,
+            timeout=self.config.timeout_s if timeout is None else timeout,
+            check=self.config.integrity,
+        )
+
+    def push(
+        self,
+        request_id: str,
+        *,
+        to: Node,
+        cache: KVCache,
+        table: BlockTable,
+        wait_s: float | None = None,
+        timeout: float | None = None,
+        land: bool = False,
+    ) -> Push:
+        """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
+
+        With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there takes
+        them over with `adopt`.
+        """
+        limit = self.config.timeout_s if timeout is None else timeout
+        return Push(
+            self,
+            _request_id(request_id),
+            to=as_node(to),
+            cache=cache,
+            table=table,
+            wait_s=limit if wait_s is None else wait_s,
+            timeout=limit,
+            land=land,
+        )
+
+    def publish(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        consumers: int = 1,
+    ) -> Publication:
+        """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``."""
+        return Publication(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self.config.lease_s if lease_s is None else lease_s,
+            consumers=consumers,
+            check=self.config.integrity,
+        )
+
+    async def pull(
+        self,
+        ticket: Ticket | Publication | Mapping[str, Any] | str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        timeout: float | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Pulled:
+        """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes complete."""
+        limit = self.config.timeout_s if timeout is None else timeout
+        return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+
+    def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
+        """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""
+        limit = self.config.timeout_s if timeout is None else timeout
+        return Adoption(self, _request_id(request_id), wait_s=limit if wait_s is None else wait_s, timeout=limit)
+
+    # -- settling ---------------------------------------------------------------------------------------------
+
+    def release_when_quiet(self, span: SpanHandle, quiet: Sequence[asyncio.Future[Event]]) -> None:
+        """End a quarantine when the engine says that no peer can move a byte (never because time passed)."""
+        left = sum(not future.done() for future in quiet)
+        if not left:
+            self.ledger.release(span)
+            return
+
+        def one_less(_: asyncio.Future[Event]) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.ledger.release(span)
+
+        for future in quiet:
+            if not future.done():
+                future.add_done_callback(one_less)
+
+    def release_when_settled(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
+        """End a quarantine when all transfers are settled."""
+        self._tasks.spawn(self._release_later(span, tuple(transfers)), "settle")
+
+    async def _release_later(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
+        await gather_settled(transfers)
+        self.ledger.release(span)
+
+    @property
+    def _boxes(self) -> Mailboxes:
+        if self._mailboxes is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._mailboxes
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self.config.timeout_s if timeout is None else timeout)
+
+
+def _request_id(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise UsageError("request_id must be 1 to 256 characters", field="request_id", value=repr(value)[:40])
+    return value
+
+
+@asynccontextmanager
+async def local(**options: Any) -> AsyncIterator[Client]:
+    """A client with its daemon in this process: no set-up, loopback only. ``options`` are configuration values."""
+    from kvxfer.server import Server, embedded_config
+
+    config = embedded_config(**options)
+    async with Server(config, embedded=True) as server, Client(server.socket_path, config=config) as client:
+        yield client

@@ -1,0 +1,531 @@
+"""The data plane as asyncio sees it: routes to other engines, imported grants, and transfers over them.
+
+A descriptor is resolved once: the transports are tried in the order of their rank, each with the owner's candidate
+endpoints, until one both connects and can import the grant; the reasons of those passed over are kept. From then on a
+transfer is one call into the engine. Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.addresses import format_address, parse_address
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import (
+    BusyError,
+    ClosedError,
+    Field,
+    KvxferError,
+    PeerBackpressure,
+    PeerError,
+    PeerUnreachable,
+    ProtocolError,
+    Revoked,
+    StaleDescriptor,
+    TransferCancelled,
+    TransportError,
+    UnknownTransfer,
+)
+from kvxfer.native.engine import Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
+from kvxfer.native.status import error_for
+from kvxfer.tasks import TaskOwner
+from kvxfer.transfer import Transfer
+
+IMPORTS_IDLE_MAX = 4096
+QUEUED_PARTS_MAX = 65536
+Segments = npt.NDArray[np.uint64]
+ImportKey = tuple[str, int, int]
+WILDCARDS = ("0.0.0.0", "::")
+
+
+@dataclass(slots=True)
+class Route:
+    """A connection to one engine over one transport."""
+
+    engine_id: str
+    info: TransportInfo
+    endpoint: str
+    peer: int
+    imports: set[ImportKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Import:
+    """A remote grant that is ready for use."""
+
+    key: ImportKey
+    route: Route
+    handle: int
+    length: int
+    users: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One submit: a local region, a remote descriptor, and segments (n, 3) [local, remote, length] or a single span."""
+
+    kind: OpKind
+    region: int
+    descriptor: RemoteDescriptor
+    segments: Segments | None = None
+    span: tuple[int, int, int] | None = None
+    notify: tuple[int, int] | None = None
+    check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a transport was chosen for an engine, and why better ones were not."""
+
+    engine_id: str
+    transport: str
+    endpoint: str
+    passed_over: tuple[str, ...]
+
+
+class DataPlane:
+    """Owns the routes and imports of one engine. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        node_id: str,
+        incarnation: str,
+        advertise: Sequence[str],
+        allowed: Sequence[str] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.engine_id = engine.engine_id.hex()
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self._tasks = TaskOwner("data plane")
+        self._transports = sorted(engine.transports, key=lambda info: info.rank)
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._endpoints = _advertised(self._transports, advertise)
+        self._routes: dict[tuple[str, int, str], Route] = {}
+        self._routes_by_peer: dict[int, Route] = {}
+        self._connecting: dict[tuple[str, int, str], asyncio.Future[Route]] = {}
+        self._imports: OrderedDict[ImportKey, Import] = OrderedDict()
+        self._resolving: dict[ImportKey, asyncio.Future[Import]] = {}
+        self._queued: deque[tuple[Transfer, Part, Import]] = deque()
+        self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
+        self._by_region: dict[int, set[Transfer]] = {}
+        self._grant_watchers: dict[int, Callable[[Event], None]] = {}
+        self._next_op = 0
+        self._closed = False
+        self.unexpected_notifications = 0
+        self.choices: dict[str, Choice] = {}
+        engine.attach(asyncio.get_running_loop(), self._on_event)
+
+    # -- our memory -----------------------------------------------------------------------------------
+
+    def export(
+        self, region: RegionInfo, offset: int, length: int, access: int, expires_in_s: float | None
+    ) -> RemoteDescriptor:
+        """Make a grant and describe it for peers."""
+        grant = self.engine.grant(region.id, offset, length, access)
+        return RemoteDescriptor(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            engine_id=self.engine_id,
+            region=region.id,
+            grant=grant.id,
+            generation=grant.generation,
+            length=grant.length,
+            access=grant.access,
+            key=grant.key,
+            expires_in_s=expires_in_s,
+            endpoints=self._endpoints,
+        )
+
+    def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
+        """Call back for notifications through this grant, and when its last peer vanishes."""
+        self._grant_watchers[grant] = callback
+
+    def unwatch(self, grant: int) -> None:
+        """Stop calling back."""
+        self._grant_watchers.pop(grant, None)
+
+    async def revoke(self, grant: int) -> None:
+        """Refuse a grant from now on; returns when no peer can move a byte through it."""
+        self.unwatch(grant)
+        await asyncio.shield(self.engine.revoke(grant))
+
+    def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
+        """The same without waiting: the future resolves when it is quiet."""
+        self.unwatch(grant)
+        return self.engine.revoke(grant)
+
+    async def release(self, region: int) -> None:
+        """Forget a region; returns when no peer can reach it."""
+        await asyncio.shield(self.engine.release(region))
+
+    def region_transfers(self, region: int) -> list[int]:
+        """Numbers of the transfers of this process that use a region."""
+        return sorted(transfer.op_id for transfer in self._by_region.get(region, ()))
+
+    async def drain_region(self, region: int) -> None:
+        """Wait until no transfer of this process uses a region."""
+        while users := self._by_region.get(region):
+            await next(iter(users)).wait_settled()
+
+    # -- transfers --------------------------------------------------------------------------------------
+
+    def start(self, parts: Sequence[Part], *, timeout: float, peer: str) -> Transfer:
+        """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's outcome."""
+        if self._closed:
+            raise ClosedError("the data plane is closed")
+        self._next_op += 1
+        transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
+        for part in parts:
+            descriptor = part.descriptor
+            ready = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+            if ready is not None and not self._queued:
+                self._submit(transfer, part, ready)
+            else:
+                self._start_slow(transfer, part, ready)
+        if not transfer.settled:
+            transfer.arm(timeout, asyncio.get_running_loop())
+            self._pin(transfer, parts)
+        return transfer
+
+    async def prepare(self, descriptor: RemoteDescriptor) -> TransportInfo:
+        """Connect and import ahead of the first transfer; tells which transport will carry it."""
+        return (await self._resolve(descriptor)).route.info
+
+    def forget(self, descriptor: RemoteDescriptor) -> None:
+        """Let go of an import that will not be used again."""
+        found = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+        if found is not None and not found.users:
+            self._drop_import(found)
+
+    def cancel_token(self, token: int) -> None:
+        """See `transfer.Canceller`."""
+        if not self._closed:
+            self.engine.cancel(token)
+
+    def cancel_waiting(self, transfer: Transfer) -> None:
+        """Parts that have not reached the engine end now."""
+        for task in tuple(self._workers.get(transfer, ())):
+            task.cancel()
+        mine = [entry for entry in self._queued if entry[0] is transfer]
+        for entry in mine:
+            self._queued.remove(entry)
+            entry[2].users -= 1
+            transfer.part_ended(None, 0, transfer.cancelling)
+
+    def drain(self) -> None:
+        """Take what is in the completion ring now."""
+        if not self._closed:
+            self.engine.drain()
+
+    def _start_slow(self, transfer: Transfer, part: Part, ready: Import | None) -> None:
+        if ready is not None:
+            self._enqueue(transfer, part, ready)
+            return
+        task = self._tasks.spawn(self._resolve_and_submit(transfer, part), f"resolve grant {part.descriptor.grant}")
+        self._workers.setdefault(transfer, set()).add(task)
+        task.add_done_callback(partial(self._worker_ended, transfer))
+
+    def _worker_ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
+        tasks = self._workers.get(transfer)
+        if tasks is not None:
+            tasks.discard(task)
+            if not tasks:
+                del self._workers[transfer]
+
+    async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
+        try:
+            ready = await self._resolve(part.descriptor)
+        except KvxferError as error:
+            transfer.part_ended(None, 0, error)
+        except asyncio.CancelledError:
+            closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
+            transfer.part_ended(None, 0, transfer.cancelling or closing)
+        else:
+            self._submit(transfer, part, ready)
+
+    def _submit(self, transfer: Transfer, part: Part, ready: Import) -> None:
+        if transfer.cancelling is not None:
+            transfer.part_ended(None, 0, transfer.cancelling)
+            return
+        transfer.transport = ready.route.info.name
+        try:
+            if part.span is not None:
+                local, remote, length = part.span
+                result = self.engine.submit_one(
+                    part.kind, part.region, ready.handle, local, remote, length, notify=part.notify, check=part.check
+                )
+            else:
+                result = self.engine.submit(
+                    part.kind, part.region, ready.handle, part.segments, notify=part.notify, check=part.check
+                )
+        except BusyError:
+            self._enqueue(transfer, part, ready)
+            return
+        except KvxferError as error:
+            transfer.part_ended(None, 0, error)
+            return
+        if isinstance(result, Event):
+            self._finish(transfer, None, ready, result)
+            return
+        token, completion = result
+        ready.users += 1
+        transfer.add_token(token)
+        completion.add_done_callback(partial(self._completed, transfer, token, ready))
+
+    def _enqueue(self, transfer: Transfer, part: Part, ready: Import) -> None:
+        if len(self._queued) >= QUEUED_PARTS_MAX:
+            error = PeerBackpressure("too many transfers are waiting for the engine", limit=QUEUED_PARTS_MAX)
+            transfer.part_ended(None, 0, error)
+            return
+        ready.users += 1
+        self._queued.append((transfer, part, ready))
+
+    def _completed(self, transfer: Transfer, token: int, ready: Import, completion: asyncio.Future[Event]) -> None:
+        ready.users -= 1
+        self._finish(transfer, token, ready, completion.result())
+        self._pump()
+
+    def _finish(self, transfer: Transfer, token: int | None, ready: Import, event: Event) -> None:
+        if event.status == 0:
+            transfer.part_ended(token, event.bytes, None)
+            return
+        error = error_for(
+            event.status,
+            sys_errno=event.sys_errno,
+            op_id=transfer.op_id,
+            peer=transfer.peer,
+            transport=ready.route.info.name,
+            segment=event.segment if event.segment >= 0 else None,
+        )
+        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._imports.get(ready.key) is ready:
+            self._drop_import(ready)
+        if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
+            error = transfer.cancelling
+        transfer.part_ended(token, event.bytes, error)
+
+    def _pump(self) -> None:
+        while self._queued:
+            before = len(self._queued)
+            transfer, part, ready = self._queued.popleft()
+            ready.users -= 1
+            self._submit(transfer, part, ready)
+            if len(self._queued) >= before:
+                # Still full: it was put back at the end, but its turn is first.
+                self._queued.rotate(1)
+                return
+
+    def _pin(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+        regions = {part.region for part in parts if part.region}
+        for region in regions:
+            self._by_region.setdefault(region, set()).add(transfer)
+        transfer.on_settled(partial(self._unpin, regions))
+
+    def _unpin(self, regions: set[int], transfer: Transfer) -> None:
+        for region in regions:
+            users = self._by_region.get(region)
+            if users is not None:
+                users.discard(transfer)
+                if not users:
+                    del self._by_region[region]
+
+    # -- resolving descriptors ----------------------------------------------------------------------------
+
+    async def _resolve(self, descriptor: RemoteDescriptor) -> Import:
+        key = (descriptor.engine_id, descriptor.grant, descriptor.generation)
+        ready = self._imports.get(key)
+        if ready is not None:
+            self._imports.move_to_end(key)
+            return ready
+        pending = self._resolving.get(key)
+        if pending is None:
+            pending = asyncio.get_running_loop().create_future()
+            # Somebody may have stopped waiting by the time it fails.
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._resolving[key] = pending
+            self._tasks.spawn(self._resolve_once(key, descriptor, pending), f"import grant {descriptor.grant}")
+        return await asyncio.shield(pending)
+
+    async def _resolve_once(self, key: ImportKey, descriptor: RemoteDescriptor, done: asyncio.Future[Import]) -> None:
+        try:
+            found = await self._try_transports(key, descriptor)
+        except KvxferError as error:
+            done.set_exception(error)
+        except asyncio.CancelledError:
+            done.set_exception(ClosedError("the data plane was closed"))
+        else:
+            self._imports[key] = found
+            self._evict_idle()
+            done.set_result(found)
+        finally:
+            del self._resolving[key]
+
+    async def _try_transports(self, key: ImportKey, descriptor: RemoteDescriptor) -> Import:
+        reasons: list[str] = []
+        for info in self._transports:
+            candidates = descriptor.endpoints.get(info.name, ())
+            if self._allowed is not None and info.name not in self._allowed:
+                candidates = ()
+            for endpoint in candidates:
+                try:
+                    route = await self._route(descriptor.engine_id, info, endpoint)
+                    found = await self._import(key, route, descriptor)
+                except (PeerError, ProtocolError, TransportError) as error:
+                    reasons.append(f"{info.name} {endpoint}: {error.message}")
+                    continue
+                self.choices[descriptor.engine_id] = Choice(
+                    descriptor.engine_id, info.name, endpoint, tuple(reasons)
+                )
+                return found
+        offered = ", ".join(descriptor.endpoints)
+        raise PeerUnreachable(
+            "no transport reaches the owner of this descriptor: " + ("; ".join(reasons) or f"it offers only {offered}"),
+            peer=descriptor.node_id,
+            tried=len(reasons),
+        )
+
+    async def _route(self, engine_id: str, info: TransportInfo, endpoint: str) -> Route:
+        key = (engine_id, info.index, endpoint)
+        route = self._routes.get(key)
+        if route is not None:
+            return route
+        pending = self._connecting.get(key)
+        if pending is None:
+            pending = asyncio.get_running_loop().create_future()
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._connecting[key] = pending
+            self._tasks.spawn(self._connect_once(key, info, pending), f"connect {info.name} {endpoint}")
+        return await asyncio.shield(pending)
+
+    async def _connect_once(
+        self, key: tuple[str, int, str], info: TransportInfo, done: asyncio.Future[Route]
+    ) -> None:
+        engine_id, _, endpoint = key
+        try:
+            peer, completion = self.engine.connect(info.index, endpoint)
+            event = await asyncio.shield(completion)
+            if event.status != 0:
+                self.engine.close_peer(peer)
+                raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
+            route = Route(engine_id, info, endpoint, peer)
+            self._routes[key] = route
+            self._routes_by_peer[peer] = route
+            done.set_result(route)
+        except KvxferError as error:
+            done.set_exception(error)
+        except asyncio.CancelledError:
+            done.set_exception(ClosedError("the data plane was closed"))
+        finally:
+            del self._connecting[key]
+
+    async def _import(self, key: ImportKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+        handle, completion = self.engine.import_(
+            route.peer,
+            grant=descriptor.grant,
+            generation=descriptor.generation,
+            length=descriptor.length,
+            access=descriptor.access,
+            key=descriptor.key,
+        )
+        event = await asyncio.shield(completion)
+        if event.status != 0:
+            self.engine.release_import(handle)
+            raise error_for(
+                event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name
+            )
+        route.imports.add(key)
+        return Import(key, route, handle, descriptor.length)
+
+    async def map(self, descriptor: RemoteDescriptor) -> memoryview:
+        """The remote memory itself, mapped (no copy); needs a transport of this host that can map."""
+        found = await self._resolve(descriptor)
+        view = self.engine.mapping(found.handle)
+        if view is None:
+            raise TransportError(
+                "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
+            )
+        found.users += 1  # stays until `unmap`
+        return view
+
+    def unmap(self, descriptor: RemoteDescriptor) -> None:
+        """End of a `map`: nobody may look at the view any more."""
+        found = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+        if found is not None:
+            found.users -= 1
+            self._drop_import(found)
+
+    def _drop_import(self, found: Import) -> None:
+        self._imports.pop(found.key, None)
+        found.route.imports.discard(found.key)
+        self.engine.release_import(found.handle)
+
+    def _evict_idle(self) -> None:
+        while len(self._imports) > IMPORTS_IDLE_MAX:
+            idle = next((item for item in self._imports.values() if not item.users), None)
+            if idle is None:
+                return
+            self._drop_import(idle)
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == EventKind.PEER_DOWN:
+            self._peer_down(event.id)
+            return
+        watcher = self._grant_watchers.get(event.id)
+        if watcher is None:
+            self.unexpected_notifications += 1
+        else:
+            watcher(event)
+
+    def _peer_down(self, peer: int) -> None:
+        route = self._routes_by_peer.pop(peer, None)
+        if route is None:
+            return
+        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        for key in tuple(route.imports):
+            found = self._imports.get(key)
+            if found is not None:
+                self._drop_import(found)
+        self.engine.close_peer(peer)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
+        if self._closed:
+            return
+        await self._tasks.aclose()
+        queued, self._queued = list(self._queued), deque()
+        for transfer, _, _ in queued:
+            transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=transfer.op_id))
+        self._closed = True
+        self.engine.close()
+
+
+def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """What peers are told: each listening transport's endpoint, wildcards replaced by the advertised hosts."""
+    endpoints: dict[str, tuple[str, ...]] = {}
+    for info in transports:
+        if not info.endpoint:
+            continue
+        candidates: tuple[str, ...] = (info.endpoint,)
+        if not info.same_host:
+            bound = parse_address(info.endpoint)
+            hosts = tuple(advertise) if bound.host in WILDCARDS or advertise else (bound.host,)
+            candidates = tuple(format_address(host, bound.port) for host in hosts)
+        if candidates:
+            endpoints[info.name] = candidates
+    return endpoints
+
+
+def failure_fields(error: KvxferError) -> dict[str, Field]:
+    """The named fields of an error, for messages to the other side."""
+    return {"peer": error.peer, "transport": error.transport, **error.fields}

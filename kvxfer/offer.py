@@ -1,0 +1,220 @@
+"""Decode's side of a push: `Landing`, the memory that a prefill peer writes into, layer by layer.
+
+Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block revokes
+the grants at once, and the block ids stay quarantined in the ledger until the engine says that no peer can move a byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvxfer import tags
+from kvxfer.control import PostingHandle
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    LeaseExpired,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    from_code,
+)
+from kvxfer.exchange import Posting
+from kvxfer.geometry import BlockTable
+from kvxfer.native.engine import Event, EventKind
+from kvxfer.region import KVCache
+from kvxfer.spans import SpanHandle
+from kvxfer.wire.messages import PostingEvent
+
+if TYPE_CHECKING:
+    from kvxfer.client import Client
+
+
+class Landing:
+    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when the push committed.
+
+    ``committed`` is True only when every layer's bytes are here (and verified, if asked). A failure of the other side is
+    raised from the iteration (or from `wait`) as a typed error, within milliseconds where the peer's death is visible.
+    """
+
+    def __init__(
+        self, client: Client, request_id: str, cache: KVCache, table: BlockTable, *, lease_s: float, timeout: float, check: bool
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._table = table
+        self._lease_s = lease_s
+        self._timeout = timeout
+        self._check = check
+        self._span: SpanHandle | None = None
+        self._grants: list[int] = []
+        self._posting: PostingHandle | None = None
+        self._arrived: deque[int] = deque()
+        self._seen: set[int] = set()
+        self._claim = 0
+        self._error: KvxferError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet: list[asyncio.Future[Event]] = []
+        self._closed = False
+        self.request_id = request_id
+        self.committed = False
+
+    # -- for callers ----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Landing:
+        layout, table = self._cache.layout, self._table
+        first = self._cache.regions[layout.placements[0].region]
+        for region in self._cache.regions:
+            region.require()
+        self._span = self._client.ledger.acquire(first.id, table.blocks, f"offer {self.request_id}")
+        try:
+            descriptors = tuple(region.descriptor("w") for region in self._cache.regions)
+            for descriptor in descriptors:
+                self._grants.append(descriptor.grant)
+                self._client.plane.watch(descriptor.grant, self._on_data)
+            body = Posting(layout=layout, table=table, descriptors=descriptors, check=self._check).pack()
+            self._posting = await self._client.control.post(
+                "offer", self.request_id, body, lease_s=self._lease_s, claims_max=1, on_event=self._on_posting
+            )
+        except BaseException:
+            self._revoke()
+            raise
+        self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fail(ClosedError(f"the landing of {self.request_id} was left"))
+        self._revoke()
+        if self._posting is not None:
+            reason = "committed" if self.committed else "abandoned"
+            self._client.control.withdraw_in_background(self._posting, reason)
+        await self.wait_quiet(self._client.config.cancel_s)
+
+    def __aiter__(self) -> Landing:
+        return self
+
+    async def __anext__(self) -> int:
+        while True:
+            if self._arrived:
+                return self._arrived.popleft()
+            if self.committed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    async def wait(self) -> None:
+        """Wait until the push committed; raises what the iteration would raise."""
+        while not self.committed:
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    async def wait_quiet(self, timeout: float) -> bool:
+        """After the block was left: wait until no peer can write here; False when that takes longer than ``timeout``.
+
+        Until then the blocks stay quarantined and cannot be offered again.
+        """
+        waiting = [future for future in self._quiet if not future.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout)
+        return all(future.done() for future in self._quiet)
+
+    # -- what happens to it -----------------------------------------------------------------------------
+
+    def _on_data(self, event: Event) -> None:
+        if self._closed:
+            return
+        if event.kind == EventKind.GRANT_LOST:
+            self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
+            return
+        tag = tags.unpack(event.tag)
+        if self._claim and tag.claim != self._claim:
+            self._client.plane.unexpected_notifications += 1
+            return
+        self._claim = tag.claim
+        if tag.kind == tags.LAYER and tag.layer < self._cache.layout.geometry.layers and tag.layer not in self._seen:
+            self._seen.add(tag.layer)
+            self._arrived.append(tag.layer)
+        elif tag.kind == tags.COMMIT:
+            self._commit(event.value)
+        else:
+            self._client.plane.unexpected_notifications += 1
+        self._wake()
+
+    def _commit(self, layers: int) -> None:
+        if layers != len(self._seen):
+            self._fail(ProtocolError("the push committed without all its layers", said=layers, arrived=len(self._seen)))
+        elif self._error is None:
+            self.committed = True
+            self._stop_timer()
+
+    def _on_posting(self, event: PostingEvent) -> None:
+        # What has already arrived on the data path counts first.
+        self._client.plane.drain()
+        if self.committed or self._closed:
+            return
+        if event.what == "settled" and event.code != "done":
+            self._fail(from_code(event.code or "cancelled", event.detail or "the peer ended the push", by="peer"))
+        elif event.what == "lost":
+            self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
+        elif event.what == "expired":
+            self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
+        elif event.what == "orphaned" and not any(self._client.plane.engine.attached(grant) > 0 for grant in self._grants):
+            self._fail(PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen)))
+
+    def _deadline_fired(self) -> None:
+        self._timer = None
+        self._client.plane.drain()
+        if not self.committed:
+            self._fail(
+                TransferTimeout(
+                    f"the push of {self.request_id} did not commit within {self._timeout:g} s",
+                    layers_arrived=len(self._seen),
+                )
+            )
+
+    def _fail(self, error: KvxferError) -> None:
+        if self.committed or self._error is not None:
+            return
+        self._error = error
+        # Nothing more may land once the caller has been told that it failed.
+        self._revoke()
+        self._wake()
+
+    def _revoke(self) -> None:
+        self._stop_timer()
+        self._closed = True
+        if self._span is None:
+            return
+        span, self._span = self._span, None
+        self._quiet = [self._client.plane.revoke_in_background(grant) for grant in self._grants]
+        self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
+        self._client.release_when_quiet(span, self._quiet)
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _changed(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            self._waiter = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._waiter)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def cancelled_by_peer(detail: str) -> TransferCancelled:
+    """The error for work that the other side ended."""
+    return TransferCancelled(detail or "the peer cancelled the transfer", by="peer")

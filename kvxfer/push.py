@@ -1,0 +1,257 @@
+"""Prefill's side of a push: claim the other side's offer (or a landing of its daemon), write layer by layer, commit.
+
+One rendezvous per request; from then on each layer is one submit with its notification riding behind the bytes. Leaving the
+block commits; an exception aborts: every write is ended first, then the other side is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgpack
+import numpy as np
+
+from kvxfer import tags
+from kvxfer.control import ClaimHandle
+from kvxfer.deadline import Deadline
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, TransferCancelled, UsageError, from_code
+from kvxfer.exchange import Posting, layer_bytes, layer_parts, unpack_map
+from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.native.engine import OpKind
+from kvxfer.planner import Plan, contiguous_layout, plan
+from kvxfer.region import KVCache
+from kvxfer.transfer import Transfer, gather_settled
+from kvxfer.dataplane import Part
+from kvxfer.wire.messages import Claim, Land, PostingEvent
+
+if TYPE_CHECKING:
+    from kvxfer.client import Client
+
+LAYERS_IN_FLIGHT_MAX = 8
+
+
+class Push:
+    """``async with client.push(...) as tx: await tx.layer(i)`` for each layer, in any order.
+
+    `layer` returns as soon as the layer is in the engine's hands (at most `LAYERS_IN_FLIGHT_MAX` at a time); its memory
+    must stay as it is until the block is left. ``bytes_done`` and ``transport`` tell what was moved and how.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        request_id: str,
+        *,
+        to: Sequence[str],
+        cache: KVCache,
+        table: BlockTable,
+        wait_s: float,
+        timeout: float,
+        land: bool,
+    ) -> None:
+        self._client = client
+        self._to = tuple(to)
+        self._cache = cache
+        self._table = table
+        self._wait_s = wait_s
+        self._timeout = timeout
+        self._land = land
+        self._claim: ClaimHandle | None = None
+        self._peer: Posting | None = None
+        self._plan: Plan | None = None
+        self._deadline: Deadline | None = None
+        self._running: deque[Transfer] = deque()
+        self._layers: set[int] = set()
+        self._error: KvxferError | None = None
+        self.request_id = request_id
+        self.bytes_done = 0
+        self.transport = ""
+
+    async def __aenter__(self) -> Push:
+        self._deadline = Deadline.after(self._timeout)
+        self._claim, self._peer = await self._rendezvous(self._deadline)
+        try:
+            self._plan = plan(self._cache.layout, self._table, self._peer.layout, self._peer.table)
+            for descriptor in self._peer.descriptors:
+                info = await self._client.plane.prepare(descriptor)
+                self.transport = info.name
+        except BaseException as error:
+            await self._abort(error)
+            raise
+        return self
+
+    async def layer(self, index: int) -> Transfer:
+        """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in flight."""
+        self._require(index)
+        while len(self._running) >= LAYERS_IN_FLIGHT_MAX:
+            await self._running[0]
+            self.bytes_done += self._running.popleft().bytes_done
+        self._raise_if_failed()
+        return self._submit(index)
+
+    async def layers(self) -> None:
+        """Write all layers, first to last."""
+        for index in range(self._cache.layout.geometry.layers):
+            await self.layer(index)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            await self._abort(error)
+            return
+        try:
+            await self._commit()
+        except BaseException as failure:
+            await self._abort(failure)
+            raise
+
+    # -- rendezvous -----------------------------------------------------------------------------------------
+
+    async def _rendezvous(self, deadline: Deadline) -> tuple[ClaimHandle, Posting]:
+        control = self._client.control
+        if not self._land:
+            wait_s = min(self._wait_s, deadline.remaining())
+            message = Claim(node=self._to, kind="offer", key=self.request_id, wait_s=wait_s)
+            claim, body = await control.claim(message, deadline, self._on_claim)
+            return claim, await self._unpack(claim, body)
+        layout, table, length = landing_layout(self._cache.layout, self._table)
+        wanted = msgpack.packb({"layout": layout.to_dict(), "table": table.to_dict()})
+        request = Land(node=self._to, key=self.request_id, length=length, body=wanted, lease_s=self._client.config.lease_s)
+        claim, body = await control.claim(request, deadline, self._on_claim)
+        raw = unpack_map(body, "landing")
+        descriptor = RemoteDescriptor.from_dict(raw.get("descriptor", {}))
+        return claim, Posting(layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity)
+
+    async def _unpack(self, claim: ClaimHandle, body: bytes) -> Posting:
+        try:
+            return Posting.unpack(body)
+        except KvxferError as error:
+            self._client.control.settle_in_background(claim, "failed", error)
+            raise
+
+    def _on_claim(self, event: PostingEvent) -> None:
+        if event.what == "orphaned":
+            return  # the data path decides: its own end is noticed by the engine
+        if event.what == "lost":
+            self._fail(PeerLost(f"the worker that offered {self.request_id} died"))
+        elif event.what in ("withdrawn", "expired"):
+            code = {"expired": "lease_expired"}.get(event.what, "cancelled")
+            self._fail(from_code(code, event.detail or f"the offer {self.request_id} was {event.what}", by="peer"))
+
+    # -- layers ---------------------------------------------------------------------------------------------
+
+    def _require(self, index: int) -> None:
+        if self._plan is None or self._claim is None:
+            raise ClosedError(f"the push of {self.request_id} is not open")
+        layers = self._cache.layout.geometry.layers
+        if not isinstance(index, int) or not 0 <= index < layers:
+            raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=layers - 1)
+        if index in self._layers:
+            raise UsageError("this layer was already pushed", field="layer", value=index)
+        self._raise_if_failed()
+
+    def _submit(self, index: int) -> Transfer:
+        assert self._plan is not None and self._peer is not None and self._claim is not None and self._deadline is not None
+        parts = layer_parts(self._plan, index, OpKind.PUT, self._cache, self._peer)
+        tag = tags.pack(tags.LAYER, self._claim.claim, index)
+        peer, check = self._peer, self._peer.check
+        work = [
+            Part(
+                kind=OpKind.PUT,
+                region=part.region,
+                descriptor=peer.descriptors[part.descriptor],
+                segments=part.segments,
+                # Told behind the bytes when they are all in one submit, else by a submit of its own afterwards.
+                notify=(tag, 0) if len(parts) == 1 else None,
+                check=check and layer_bytes([part]) > 0,
+            )
+            for part in parts
+        ] or [self._bare_notification(tag, 0)]
+        left = self._deadline.require(f"layer {index} was written")
+        transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
+        self._layers.add(index)
+        if len(parts) > 1:
+            transfer.on_settled(lambda done: self._tell_later(done, tag))
+        self._running.append(transfer)
+        return transfer
+
+    def _bare_notification(self, tag: int, value: int) -> Part:
+        assert self._peer is not None
+        return Part(kind=OpKind.PUT, region=0, descriptor=self._peer.descriptors[0], notify=(tag, value))
+
+    def _tell_later(self, done: Transfer, tag: int) -> None:
+        if done.error is not None or self._error is not None or self._deadline is None:
+            return
+        left = self._deadline.remaining()
+        if left > 0:
+            notice = self._client.plane.start([self._bare_notification(tag, 0)], timeout=left, peer=self.request_id)
+            self._running.append(notice)
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    async def _commit(self) -> None:
+        self._raise_if_failed()
+        if self._claim is None or self._deadline is None:
+            raise ClosedError(f"the push of {self.request_id} is not open")
+        await self._drain_running()
+        tag = tags.pack(tags.COMMIT, self._claim.claim, 0)
+        left = self._deadline.require("the push was committed")
+        notice = self._bare_notification(tag, len(self._layers))
+        await self._client.plane.start([notice], timeout=left, peer=self.request_id)
+        self._finish("done", None)
+
+    async def _drain_running(self) -> None:
+        while self._running:
+            await self._running[0]
+            self.bytes_done += self._running.popleft().bytes_done
+            self._raise_if_failed()
+
+    def _fail(self, error: KvxferError) -> None:
+        if self._error is None:
+            self._error = error
+            for transfer in self._running:
+                transfer.request_cancel(error)
+
+    async def _abort(self, cause: BaseException) -> None:
+        error = cause if isinstance(cause, KvxferError) else TransferCancelled(f"the push was aborted: {cause!r}", by="us")
+        self._fail(error)
+        # Told only when nothing of ours moves any more; a peer that is frozen must not hold us here for ever.
+        waiting = asyncio.ensure_future(gather_settled(tuple(self._running)))
+        try:
+            await asyncio.wait([waiting], timeout=self._client.config.cancel_s * 2)
+        finally:
+            waiting.cancel()
+            self._finish("cancelled" if isinstance(error, TransferCancelled) else "failed", error)
+
+    def _finish(self, outcome: str, error: KvxferError | None) -> None:
+        if self._claim is None:
+            return
+        claim, self._claim = self._claim, None
+        self._client.control.settle_in_background(claim, outcome, error)
+        if self._peer is not None:
+            for descriptor in self._peer.descriptors:
+                self._client.plane.forget(descriptor)
+
+
+def landing_layout(source: CacheLayout, table: BlockTable) -> tuple[CacheLayout, BlockTable, int]:
+    """How a request lies in a landing: its own geometry, all blocks in order, every layer in one piece. And its bytes."""
+    block_tokens = source.geometry.block_tokens
+    first = table.first_token % block_tokens
+    blocks = max(1, -(-(first + table.tokens) // block_tokens))
+    layout, length = contiguous_layout(source.geometry, blocks)
+    ordered = BlockTable(
+        blocks=np.arange(blocks, dtype=np.int64), tokens=table.tokens, first_token=table.first_token
+    )
+    if length <= 0:
+        raise ProtocolError("a landing needs at least one byte")
+    return layout, ordered, length

@@ -1,0 +1,55 @@
+"""Tasks have an owner: whoever starts one also ends it.
+
+`TaskOwner` is the only place in kvxfer that creates a task. A child may fail only with an error that somebody awaits;
+an error that nobody took is reported to the loop's exception handler when it happens, never swallowed. `aclose` cancels
+what still runs and waits for it, so that after it no task of the owner remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from kvxfer.errors import ClosedError
+
+
+class TaskOwner:
+    """Starts background tasks and guarantees their end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run ``work`` until it ends or the owner closes. ``work`` handles its own expected errors."""
+        if self._closed:
+            work.close()
+            raise ClosedError(f"{self._name} is closed: cannot start {what}")
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._name}: {what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            context = {"message": f"{task.get_name()} failed unexpectedly", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(context)
+
+    async def aclose(self) -> None:
+        """Cancel everything and wait until it is gone."""
+        self._closed = True
+        current = asyncio.current_task()
+        pending = [task for task in self._tasks if task is not current]
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)

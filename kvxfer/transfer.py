@@ -1,0 +1,208 @@
+"""`Transfer`: the awaitable handle of one piece of work with exactly one outcome.
+
+Two moments matter and are kept apart. The *outcome* is what the caller is told: done, failed, cancelled or timed_out; it is
+decided once and never changes. A transfer is *settled* when the engine has completed every token of it: from then on no
+byte of it moves on either side. A deadline gives the outcome at once and leaves the settling to the background; `cancel`
+returns only when settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from kvxfer.errors import KvxferError, TransferCancelled, TransferTimeout
+
+RUNNING, DONE, FAILED, CANCELLED, TIMED_OUT = "running", "done", "failed", "cancelled", "timed_out"
+
+
+class Canceller(Protocol):
+    """What a transfer needs from the data plane to end early."""
+
+    def cancel_token(self, token: int) -> None: ...
+
+    def cancel_waiting(self, transfer: Transfer) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class Transfer:
+    """A put or get (or a group of them) in progress.
+
+    ``await transfer`` waits for the outcome and returns the transfer itself, or raises its error; cancelling that await
+    stops the waiting, not the transfer (its own deadline bounds it). ``bytes_done`` counts confirmed bytes.
+    """
+
+    __slots__ = (
+        "_canceller",
+        "_cancelling",
+        "_error",
+        "_on_settled",
+        "_outcome",
+        "_parts_left",
+        "_settled",
+        "_timer",
+        "_tokens",
+        "bytes_done",
+        "op_id",
+        "peer",
+        "state",
+        "transport",
+    )
+
+    def __init__(self, canceller: Canceller, *, op_id: int, peer: str, parts: int) -> None:
+        self._canceller = canceller
+        self._cancelling: KvxferError | None = None
+        self._error: KvxferError | None = None
+        self._on_settled: list[Callable[[Transfer], None]] = []
+        self._outcome: asyncio.Future[None] | None = None
+        self._settled: asyncio.Future[None] | None = None
+        self._parts_left = parts
+        self._timer: asyncio.TimerHandle | None = None
+        self._tokens: set[int] = set()
+        self.bytes_done = 0
+        self.op_id = op_id
+        self.peer = peer
+        self.transport = ""
+        self.state = RUNNING
+
+    # -- for callers -------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """True once there is an outcome (not necessarily success)."""
+        return self.state != RUNNING
+
+    @property
+    def settled(self) -> bool:
+        """True once no byte of this transfer can move any more."""
+        return self._parts_left == 0
+
+    @property
+    def error(self) -> KvxferError | None:
+        """The error that awaiting raises, if any."""
+        return self._error
+
+    def __await__(self) -> Generator[Any, None, Transfer]:
+        if self.state == RUNNING:
+            yield from asyncio.shield(self._outcome_future()).__await__()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    async def cancel(self) -> Transfer:
+        """End the transfer early and return when it is settled: no byte will move any more on either side.
+
+        Does nothing to an outcome that is already decided. Never raises for the cancelled transfer itself.
+        """
+        self.request_cancel(TransferCancelled("the transfer was cancelled", op_id=self.op_id, peer=self.peer, by="us"))
+        await self.wait_settled()
+        return self
+
+    async def wait_settled(self) -> None:
+        """Wait until no byte of this transfer can move any more."""
+        if self._parts_left:
+            if self._settled is None:
+                self._settled = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._settled)
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.op_id} {self.state} peer={self.peer} transport={self.transport} bytes={self.bytes_done}>"
+
+    # -- for the data plane --------------------------------------------------------------------------
+
+    def on_settled(self, callback: Callable[[Transfer], None]) -> None:
+        """Call back when settled (at once if it already is)."""
+        if self._parts_left == 0:
+            callback(self)
+        else:
+            self._on_settled.append(callback)
+
+    def arm(self, timeout: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the deadline."""
+        if self.state == RUNNING:
+            self._timer = loop.call_later(timeout, self._deadline_fired, timeout)
+
+    def add_token(self, token: int) -> None:
+        """A part is in the engine's hands."""
+        self._tokens.add(token)
+        if self._cancelling is not None:
+            self._canceller.cancel_token(token)
+
+    def part_ended(self, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
+        """One part completed (``token`` None: it never reached the engine)."""
+        if token is not None:
+            self._tokens.discard(token)
+        self._parts_left -= 1
+        self.bytes_done += moved_bytes
+        if error is not None and self.state == RUNNING:
+            self._fail(self._cancelling if self._cancelling is not None else error)
+        if self._parts_left == 0:
+            if self.state == RUNNING:
+                self._decide(DONE, None)
+            self._announce_settled()
+
+    def request_cancel(self, reason: KvxferError) -> None:
+        """Ask the engine to end every part; parts not yet submitted will not be."""
+        if self._cancelling is None and self._parts_left:
+            self._cancelling = reason
+            for token in tuple(self._tokens):
+                self._canceller.cancel_token(token)
+            self._canceller.cancel_waiting(self)
+
+    @property
+    def cancelling(self) -> KvxferError | None:
+        """Why the transfer is being ended early, if it is."""
+        return self._cancelling
+
+    def _fail(self, error: KvxferError) -> None:
+        state = CANCELLED if isinstance(error, TransferCancelled) else FAILED
+        if isinstance(error, TransferTimeout):
+            state = TIMED_OUT
+        self._decide(state, error)
+        # The other parts are of no use any more; they still settle one by one.
+        self.request_cancel(error)
+
+    def _deadline_fired(self, timeout: float) -> None:
+        self._timer = None
+        # Completions that are already in the ring arrived in time even if the loop was late to look.
+        self._canceller.drain()
+        if self.state == RUNNING:
+            self._fail(
+                TransferTimeout(
+                    f"no completion within {timeout:g} s",
+                    op_id=self.op_id,
+                    peer=self.peer,
+                    transport=self.transport or None,
+                    bytes_done=self.bytes_done,
+                    hint="the memory stays quarantined until the engine is quiet",
+                )
+            )
+
+    def _decide(self, state: str, error: KvxferError | None) -> None:
+        self.state = state
+        self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(None)
+
+    def _announce_settled(self) -> None:
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
+        callbacks, self._on_settled = self._on_settled, []
+        for callback in callbacks:
+            callback(self)
+
+    def _outcome_future(self) -> asyncio.Future[None]:
+        if self._outcome is None:
+            self._outcome = asyncio.get_running_loop().create_future()
+        return self._outcome
+
+
+async def gather_settled(transfers: Sequence[Transfer]) -> None:
+    """Wait until all of them are settled."""
+    for transfer in transfers:
+        await transfer.wait_settled()
