@@ -1,0 +1,332 @@
+"""The house rules hold for the whole tree, and each of them can fail.
+
+The import map below is the architecture: layers in order, every module in exactly one. A new module belongs in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import source_rules as rules
+from tests.source_rules import Layer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS = (
+    Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
+    Layer(name="limits", modules=("addresses", "options", "paths", "config")),
+    Layer(name="pure", modules=("geometry", "planner", "admission", "registry", "wire", "wire.*"), pure=True),
+    Layer(name="native", modules=("native", "native.*")),
+    Layer(
+        name="asyncio",
+        modules=(
+            *("deadline", "tasks", "race", "link", "transfer", "memory", "region", "sources", "dataplane", "exchange"),
+            *("offer", "push", "publish", "client", "http", "metrics", "landing", "pool", "server"),
+        ),
+    ),
+    Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
+    Layer(name="testing", modules=("testing", "testing.*")),
+)
+SHIM_IMPORTERS = {"kvxfer.native.engine", "kvxfer.native.status"}
+TASK_OWNERS = {"kvxfer.tasks"}
+
+# Test files that stand for more than one module, or for something that is not one.
+TESTS_OF_MORE = (
+    *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py"),
+    *("adversity/", "cases/", "fuzz/", "sim/", "native/sanitize/", "native/test_conformance.py"),
+)
+
+
+def tracked() -> list[str]:
+    """Files of the project, relative to its root: what git tracks, or all but the ignored when this is no checkout."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode == 0:
+        return sorted(path for path in listing.stdout.splitlines() if (ROOT / path).is_file())
+    ignored = {".venv", "build", "dist", "__pycache__", ".git"}
+    every = (path for path in ROOT.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(ROOT)) for path in every if not ignored & set(path.relative_to(ROOT).parts))
+
+
+FILES = tracked()
+PYTHON = [path for path in FILES if path.endswith(".py")]
+PACKAGE = [path for path in PYTHON if path.startswith("kvxfer/")]
+GENERATED = "kvxfer/native/_shim.c"
+C_FILES = [path for path in FILES if path.endswith((".c", ".h", ".cc")) and path != GENERATED]
+
+
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+TREES = {path: ast.parse(text_of(path), path) for path in PYTHON}
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def root_module(path: str) -> str:
+    return "kvxfer.__init__" if path == "kvxfer/__init__.py" else module_of(path)
+
+
+MODULES = {root_module(path) for path in PACKAGE}
+
+
+def none_wrong(found: list[str]) -> None:
+    assert not found, "\n".join(["", *found])
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PACKAGE) > 10
+    assert len(C_FILES) > 5
+
+
+def test_import_map() -> None:
+    found = []
+    for path in PACKAGE:
+        package = path.endswith("/__init__.py")
+        found += rules.import_map(path, TREES[path], root_module(path), MODULES, LAYERS, is_package=package)
+    none_wrong(found)
+
+
+def test_layers_do_not_overlap() -> None:
+    for module in MODULES:
+        holders = [layer.name for layer in LAYERS if layer.holds(rules.strip_root(module))]
+        assert len(holders) <= 1, (module, holders)
+
+
+def test_no_import_cycles() -> None:
+    graph = {}
+    for path in PACKAGE:
+        names = rules.import_time_imports(TREES[path], module_of(path), is_package=path.endswith("/__init__.py"))
+        graph[root_module(path)] = (names & MODULES) - {root_module(path)}
+    none_wrong(rules.import_cycles(graph))
+
+
+def test_only_two_modules_import_the_shim() -> None:
+    found = []
+    for path in PACKAGE:
+        package = path.endswith("/__init__.py")
+        found += rules.shim_imports(path, TREES[path], module_of(path), SHIM_IMPORTERS, is_package=package)
+    none_wrong(found)
+
+
+def test_banned_calls() -> None:
+    found = []
+    for path in PACKAGE:
+        found += rules.banned_calls(path, TREES[path], task_owner=module_of(path) in TASK_OWNERS)
+    none_wrong(found)
+
+
+def test_no_swallowed_errors() -> None:
+    none_wrong([wrong for path in PYTHON for wrong in rules.swallowed_errors(path, TREES[path])])
+
+
+def test_no_condition_on_the_name_of_a_transport() -> None:
+    none_wrong([wrong for path in PACKAGE for wrong in rules.transport_conditions(path, TREES[path])])
+
+
+def test_sizes() -> None:
+    found = [wrong for path in PYTHON for wrong in rules.python_sizes(path, text_of(path), TREES[path])]
+    found += [wrong for path in C_FILES for wrong in rules.c_sizes(path, text_of(path))]
+    none_wrong(found)
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    none_wrong([wrong for path in [*PYTHON, *C_FILES] for wrong in rules.says_what_it_is_for(path, text_of(path))])
+
+
+def test_no_unfinished_work_and_no_machine_paths() -> None:
+    found = []
+    for path in FILES:
+        try:
+            text = text_of(path)
+        except UnicodeDecodeError:
+            continue  # a picture
+        found += rules.unfinished_work(path, text) + rules.machine_paths(path, text)
+    none_wrong(found)
+
+
+def test_tests_mirror_modules() -> None:
+    tests = [path for path in PYTHON if path.startswith("tests/") and path.rpartition("/")[2].startswith("test_")]
+    none_wrong([wrong for path in tests for wrong in rules.mirrored(path, set(FILES), TESTS_OF_MORE)])
+
+
+def test_no_test_was_given_up() -> None:
+    tests = [path for path in PYTHON if path.startswith("tests/")]
+    none_wrong([wrong for path in tests for wrong in rules.given_up_tests(path, TREES[path])])
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    found = []
+    for path in FILES:
+        if path.endswith(".md"):
+            folder = (ROOT / path).parent
+            found += rules.dead_links(path, text_of(path), lambda target, folder=folder: (folder / target).exists())
+    none_wrong(found)
+
+
+def test_mypy_has_no_exemptions() -> None:
+    settings = text_of("pyproject.toml")
+    assert "strict = true" in settings
+    assert "mypy.overrides" not in settings
+    assert "ignore_errors" not in settings
+
+
+def test_the_generated_file_is_fresh(tmp_path: Path) -> None:
+    from kvxfer.native import build_shim
+
+    build_shim.generate(tmp_path / "_shim.c")
+    assert (tmp_path / "_shim.c").read_bytes() == (ROOT / GENERATED).read_bytes(), (
+        "stale: run python -m kvxfer.native.build_shim"
+    )
+
+
+@pytest.mark.parametrize("path", [path for path in C_FILES if "/transport_" in path and path.endswith(".c")])
+def test_a_transport_has_one_global_symbol(path: str, tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("cc") or "cc"
+    target = tmp_path / "object.o"
+    subprocess.run([compiler, "-std=gnu11", "-O0", "-c", "-o", target, ROOT / path], check=True)
+    symbols = subprocess.run(
+        ["nm", "--defined-only", "--extern-only", target], capture_output=True, text=True, check=True
+    ).stdout
+    name = Path(path).stem
+    expected = {f"kvx_{name}_wrap"} if name == "transport_fault" else {f"kvx_{name}"}
+    assert rules.global_symbols(symbols) == expected
+
+
+def test_public_names_have_docstrings() -> None:
+    import kvxfer
+
+    assert kvxfer.__all__, "the public names are listed in kvxfer.__all__"
+    for name in kvxfer.__all__:
+        thing = getattr(kvxfer, name)
+        if callable(thing) or isinstance(thing, type):
+            assert (thing.__doc__ or "").strip(), f"kvxfer.{name} has no docstring"
+
+
+# -- the rules can fail -----------------------------------------------------------------------------------------------
+
+SMALL_MAP = (Layer(name="low", modules=("errors", "wire.*"), pure=True), Layer(name="high", modules=("client",)))
+SMALL_MODULES = {"kvxfer.errors", "kvxfer.wire.session", "kvxfer.client", "kvxfer.stray"}
+
+
+def by_map(module: str) -> Callable[[str], list[str]]:
+    return lambda code: rules.import_map("x.py", ast.parse(code), module, SMALL_MODULES, SMALL_MAP)
+
+
+def on_tree(rule: Callable[[str, ast.AST], list[str]]) -> Callable[[str], list[str]]:
+    return lambda code: rule("x.py", ast.parse(code))
+
+
+def on_text(rule: Callable[[str, str], list[str]], path: str = "x.py") -> Callable[[str], list[str]]:
+    return lambda code: rule(path, code)
+
+
+def sizes(code: str) -> list[str]:
+    return rules.python_sizes("x.py", code, ast.parse(code))
+
+
+def shim(code: str) -> list[str]:
+    return rules.shim_imports("x.py", ast.parse(code), "kvxfer.client", SHIM_IMPORTERS)
+
+
+BAD = [
+    (by_map("kvxfer.errors"), "from kvxfer.client import Client"),
+    (by_map("kvxfer.errors"), "from kvxfer import client"),
+    (by_map("kvxfer.errors"), "from . import client"),
+    (by_map("kvxfer.wire.session"), "from ..client import Client"),
+    (by_map("kvxfer.wire.session"), "def f():\n    import kvxfer.client"),
+    (by_map("kvxfer.wire.session"), "import asyncio"),
+    (by_map("kvxfer.errors"), "from os import environ"),
+    (by_map("kvxfer.client"), "import kvxfer.stray"),
+    (by_map("kvxfer.stray"), "x = 1"),
+    (shim, "from kvxfer.native import _shim"),
+    (shim, "from kvxfer.native._shim import lib"),
+    (on_tree(rules.banned_calls), "import pickle"),
+    (on_tree(rules.banned_calls), "from marshal import loads"),
+    (on_tree(rules.banned_calls), "eval('1')"),
+    (on_tree(rules.banned_calls), "asyncio.create_task(f())"),
+    (on_tree(rules.banned_calls), "loop.create_task(f())"),
+    (on_tree(rules.banned_calls), "asyncio.ensure_future(f())"),
+    (on_tree(rules.banned_calls), "import time\nasync def f():\n    time.sleep(1)"),
+    (on_tree(rules.banned_calls), "assert isinstance(transport, asyncio.Transport)"),
+    (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept:\n    raise"),
+    (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept Exception:\n    pass"),
+    (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept BaseException as error:\n    log(error)"),
+    (on_tree(rules.transport_conditions), "if name == 'tcp':\n    f()"),
+    (on_tree(rules.transport_conditions), "x = 1 if transport.is_shm else 2"),
+    (on_tree(rules.transport_conditions), "match name:\n    case 'hixl':\n        f()"),
+    (on_tree(rules.transport_conditions), "[t for t in all if t.name != 'fault+tcp']"),
+    (sizes, "def f():\n" + "    x = 1\n" * 60),
+    (sizes, "x = 1\n" * 601),
+    (on_text(rules.c_sizes, "x.c"), "int f(void) {\n" + "    g();\n" * 79 + "}\n"),
+    (on_text(rules.c_sizes, "x.c"), "static void\nf(int a,\n  int b) {\n" + "    g();\n" * 79 + "}\n"),
+    (on_text(rules.c_sizes, "x.c"), "int x;\n" * 701),
+    (on_text(rules.says_what_it_is_for), "import os\n"),
+    (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
+    (on_text(rules.unfinished_work), "# TO" + "DO later"),
+    (on_text(rules.unfinished_work), "raise NotImplemented" + "Error"),
+    (on_text(rules.machine_paths), "see /wo" + "rk/main"),
+    (on_text(rules.machine_paths), "path = '/ho" + "me/someone/x'"),
+    (on_tree(rules.given_up_tests), "@pytest.mark.skip\ndef test_x(): ..."),
+    (on_tree(rules.given_up_tests), "pytest.xfail('later')"),
+    (lambda text: rules.dead_links("x.md", text, lambda target: False), "see [this](there.md#part)"),
+    (lambda path: rules.mirrored(path, {"kvxfer/errors.py"}, ()), "tests/test_other.py"),
+]
+GOOD = [
+    (by_map("kvxfer.client"), "from kvxfer.errors import E\nimport asyncio"),
+    (by_map("kvxfer.wire.session"), "from kvxfer.errors import E\nimport struct"),
+    (
+        on_tree(rules.banned_calls),
+        "async def f():\n    async with asyncio.TaskGroup() as g:\n        g.create_task(h())",
+    ),
+    (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept OSError:\n    pass"),
+    (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
+    (on_tree(rules.transport_conditions), "if transport.can_map:\n    f('tcp')"),
+    (sizes, "def f():\n" + "    x = 1\n" * 59),
+    (on_text(rules.c_sizes, "x.c"), "int f(void) {\n" + "    g();\n" * 78 + "}\n"),
+    (on_text(rules.c_sizes, "x.c"), "static const int table[] = {\n" + "    1,\n" * 100 + "};\n"),
+    (on_text(rules.machine_paths), "exec /usr/bin/env; frame/work/unit; ~/work"),
+    (lambda path: rules.mirrored(path, {"kvxfer/wire/session.py"}, ()), "tests/wire/test_session.py"),
+    (lambda path: rules.mirrored(path, set(), ("adversity/",)), "tests/adversity/test_kill.py"),
+]
+
+
+@pytest.mark.parametrize(("rule", "snippet"), BAD)
+def test_rule_fails_on(rule: Callable[[str], list[str]], snippet: str) -> None:
+    assert rule(snippet)
+
+
+@pytest.mark.parametrize(("rule", "snippet"), GOOD)
+def test_rule_passes_on(rule: Callable[[str], list[str]], snippet: str) -> None:
+    assert rule(snippet) == []
+
+
+def test_cycles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert rules.import_cycles(graph) == ["import cycle: a -> b -> c -> a"]
+    assert rules.import_cycles({"a": {"b"}, "b": set()}) == []
+    assert rules.import_time_imports(ast.parse("import b\ndef f():\n    import c"), "a") == {"b"}
+
+
+def test_symbols_are_read() -> None:
+    assert rules.global_symbols("0000 D kvx_transport_x\n0010 T helper\n\n") == {"kvx_transport_x", "helper"}
+
+
+def test_preflight_is_readable_by_old_interpreters() -> None:
+    """It tells someone with Python 3.6 that 3.11 is needed, so it must parse there."""
+    ast.parse(text_of("tools/preflight.py"), feature_version=(3, 6))
+    run = subprocess.run([sys.executable, ROOT / "tools/preflight.py"], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
