@@ -1,0 +1,435 @@
+"""What the bytes of a KV cache mean: shapes, strides and which block holds which token, as frozen values that travel.
+
+The idea: an element is named by (layer, kv part, token position, global head, dimension), never by where it happens to
+lie. `Geometry` and `CacheLayout` say where one side keeps each element, `BlockTable` says which block holds which
+position; the planner subtracts one from the other. Only the last axis (D, the elements of one head of one token) has to
+be contiguous, so every order of the other axes, and any padding between them, is described by four strides.
+
+Whatever arrives from outside passes through ``from_dict``, which checks types and bounds before it allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
+
+LAYERS_MAX = 1024
+HEADS_MAX = 1 << 16
+HEAD_SIZE_MAX = 1 << 20
+BLOCK_TOKENS_MAX = 1 << 20
+BLOCK_ID_MAX = (1 << 32) - 1
+TABLE_BLOCKS_MAX = 1 << 20
+TOKENS_MAX = 1 << 40
+REGIONS_MAX = 4096
+BYTES_MAX = 1 << 62
+TEXT_CHARS_MAX = 512
+
+ITEMSIZES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3": 1,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+_DTYPE_RULE = "one of " + ", ".join(ITEMSIZES)
+
+Strides = tuple[int, int, int, int]
+
+
+def _require(condition: bool, field_name: str, rule: str, value: object) -> None:
+    if not condition:
+        raise UsageError(f"bad geometry: {field_name} must be {rule}", field=field_name, value=repr(value)[:80])
+
+
+def _is_int(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _require_int(name: str, value: object, least: int, most: int) -> int:
+    _require(_is_int(value, least, most), name, f"an integer from {least} to {most}", value)
+    assert isinstance(value, int)
+    return value
+
+
+def _require_text(name: str, value: object) -> None:
+    rule = f"text of at most {TEXT_CHARS_MAX} characters"
+    _require(isinstance(value, str) and len(value) <= TEXT_CHARS_MAX, name, rule, value)
+
+
+def _take(raw: object, what: str, names: Iterable[str]) -> dict[str, Any]:
+    """The named entries of a mapping from outside; what is missing is a `UsageError` that names it."""
+    _require(isinstance(raw, Mapping), what, "a mapping", raw)
+    assert isinstance(raw, Mapping)
+    found: dict[str, Any] = {}
+    for name in names:
+        _require(name in raw, name, f"present in the {what}", None)
+        found[name] = raw[name]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The shape of one rank's cache.
+
+    ``layout`` is the order of the axes of one layer, outermost first: P kv part (key, value), B block, N token in the
+    block, H head, and D, the elements of a head, always last. "PBNHD" is [2, blocks, tokens, heads, dim]. With one kv part
+    (MLA) P may be left out, with one head H too. Default: "PBNHD", or "BNHD" for one part.
+
+    ``kv_heads`` heads from ``head_start`` on, out of ``kv_heads_total`` (default: all), are held here. ``fingerprint``
+    names the model, its revision, quantisation and so on (`fingerprint_of` builds it); two that differ do not match.
+
+    ``packing`` names a private arrangement inside the [tokens, dim] tile of one head in one block, such as transposed
+    keys. "" means plain. Packed tiles move whole, and only between sides with the same packing and block size.
+    """
+
+    layers: int
+    kv_parts: int = 2
+    kv_heads: int
+    kv_heads_total: int = 0
+    head_start: int = 0
+    head_size: int
+    block_tokens: int
+    dtype: str
+    layout: str = ""
+    fingerprint: str = ""
+    packing: str = ""
+
+    def __post_init__(self) -> None:
+        _require_int("layers", self.layers, 1, LAYERS_MAX)
+        _require_int("kv_parts", self.kv_parts, 1, 2)
+        _require_int("kv_heads", self.kv_heads, 1, HEADS_MAX)
+        if self.kv_heads_total == 0 and self.head_start == 0:
+            object.__setattr__(self, "kv_heads_total", self.kv_heads)
+        _require_int("kv_heads_total", self.kv_heads_total, self.kv_heads, HEADS_MAX)
+        _require_int("head_start", self.head_start, 0, self.kv_heads_total - self.kv_heads)
+        _require_int("head_size", self.head_size, 1, HEAD_SIZE_MAX)
+        _require_int("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require(isinstance(self.dtype, str) and self.dtype in ITEMSIZES, "dtype", _DTYPE_RULE, self.dtype)
+        if self.layout == "":
+            object.__setattr__(self, "layout", "PBNHD" if self.kv_parts == 2 else "BNHD")
+        self._check_layout()
+        _require_text("fingerprint", self.fingerprint)
+        _require_text("packing", self.packing)
+
+    def _check_layout(self) -> None:
+        needed = {"B", "N", "D"} | ({"P"} if self.kv_parts > 1 else set()) | ({"H"} if self.kv_heads > 1 else set())
+        order = self.layout
+        good = isinstance(order, str) and len(set(order)) == len(order) and needed <= set(order) <= set("PBNHD")
+        rule = f"an order of the axes {''.join(sorted(needed, key='PBNHD'.index))} that ends in D"
+        _require(good and order.endswith("D"), "layout", rule, order)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token, one part, one layer: the longest run that every layout keeps together."""
+        return self.head_size * self.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one layer: all parts, the heads held here."""
+        return self.kv_parts * self.kv_heads * self.head_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.bytes_per_token * self.block_tokens
+
+    def extents(self, blocks: int) -> Strides:
+        """How long the axes P, B, N and H are."""
+        return self.kv_parts, blocks, self.block_tokens, self.kv_heads
+
+    def dense_strides(self, blocks: int) -> Strides:
+        """Bytes between neighbours along P, B, N and H when the blocks of a layer lie in one piece without padding."""
+        lengths = dict(zip("PBNH", self.extents(blocks), strict=True))
+        strides, step = dict.fromkeys("PBNH", 0), self.head_bytes
+        for axis in reversed(self.layout[:-1]):
+            strides[axis] = step
+            step *= lengths[axis]
+        return strides["P"], strides["B"], strides["N"], strides["H"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of strings and numbers: survives JSON and msgpack."""
+        return {name: getattr(self, name) for name in _GEOMETRY_FIELDS}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Geometry:
+        """Rebuild a geometry; anything malformed is a `UsageError` that names the field."""
+        return cls(**_take(raw, "geometry", _GEOMETRY_FIELDS))
+
+
+_GEOMETRY_FIELDS = (
+    "layers", "kv_parts", "kv_heads", "kv_heads_total", "head_start", "head_size", "block_tokens", "dtype", "layout",
+    "fingerprint", "packing",
+)  # fmt: skip
+
+
+def fingerprint_of(**parts: str) -> str:
+    """A fingerprint of several named parts (model, revision, quantisation, rope, ...): "model=a;revision=b".
+
+    When two such fingerprints differ, the error names the part.
+    """
+    for name, value in parts.items():
+        _require(isinstance(value, str) and ";" not in value and "=" not in value, name, "text without ; and =", value)
+    return ";".join(f"{name}={parts[name]}" for name in sorted(parts))
+
+
+def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
+    """Raise `GeometryMismatch`, naming the field and both values, unless one cache can be mapped onto the other.
+
+    Block size, layout, strides and the heads held may differ. Fingerprints must be equal where both sides have one;
+    ``ignore_fingerprint`` is the operator's explicit way past that.
+    """
+    for name in ("layers", "kv_parts", "kv_heads_total", "head_size", "dtype", "packing"):
+        _require_equal(name, getattr(source, name), getattr(target, name))
+    if source.packing:
+        _require_equal("block_tokens", source.block_tokens, target.block_tokens)
+    if source.fingerprint and target.fingerprint and not ignore_fingerprint:
+        for name, one, other in _fingerprint_parts(source.fingerprint, target.fingerprint):
+            _require_equal(name, one, other)
+    if min(_heads_end(source), _heads_end(target)) <= max(source.head_start, target.head_start):
+        _raise_mismatch("heads", _heads_text(source), _heads_text(target), "these two ranks have no kv head in common")
+
+
+def _fingerprint_parts(source: str, target: str) -> list[tuple[str, str, str]]:
+    halves = [dict(item.split("=", 1) for item in text.split(";") if "=" in item) for text in (source, target)]
+    names = sorted({*halves[0], *halves[1]})
+    named = [(f"fingerprint.{name}", halves[0].get(name, ""), halves[1].get(name, "")) for name in names]
+    return [*named, ("fingerprint", source, target)]
+
+
+def _heads_end(geometry: Geometry) -> int:
+    return geometry.head_start + geometry.kv_heads
+
+
+def _heads_text(geometry: Geometry) -> str:
+    return f"{geometry.head_start}..{_heads_end(geometry) - 1}"
+
+
+def _require_equal(name: str, source: int | str, target: int | str) -> None:
+    if source != target:
+        _raise_mismatch(name, source, target, f"{name} differs")
+
+
+def _raise_mismatch(name: str, source: int | str, target: int | str, what: str) -> None:
+    shown = [repr(value)[:TEXT_CHARS_MAX] for value in (source, target)]
+    raise GeometryMismatch(
+        f"{what}: the source has {shown[0]}, the target {shown[1]}; nothing was moved",
+        field=name,
+        source=source,
+        target=target,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlacement:
+    """Where one layer lies: ``offset`` bytes into the region with index ``region`` of the list that travels along.
+
+    ``strides``: bytes between neighbours along P, B, N and H, for storage that is padded or interleaved with other
+    layers; None means dense, as `Geometry.dense_strides`. The stride of an axis of length one does not matter.
+    """
+
+    region: int = 0
+    offset: int
+    strides: Strides | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("placement.region", self.region, 0, REGIONS_MAX - 1)
+        _require_int("placement.offset", self.offset, 0, BYTES_MAX)
+        if self.strides is not None:
+            good = isinstance(self.strides, tuple) and len(self.strides) == 4
+            _require(good, "placement.strides", "None or a tuple of four integers", self.strides)
+            for stride in self.strides:
+                _require_int("placement.strides", stride, 0, BYTES_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """Where every layer of a cache lies; ``blocks`` is how many blocks each layer has."""
+
+    geometry: Geometry
+    blocks: int
+    placements: tuple[LayerPlacement, ...]
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.geometry, Geometry), "geometry", "a Geometry", self.geometry)
+        _require_int("blocks", self.blocks, 1, BLOCK_ID_MAX + 1)
+        rule = f"a tuple with one placement for each of the {self.geometry.layers} layers"
+        good = isinstance(self.placements, tuple) and len(self.placements) == self.geometry.layers
+        _require(good, "placements", rule, self.placements)
+        checked: set[Strides] = set()
+        for layer, placement in enumerate(self.placements):
+            _require(isinstance(placement, LayerPlacement), "placements", "LayerPlacement values", placement)
+            strides = self.strides(layer)
+            if strides not in checked:
+                self._check_strides(strides)
+                checked.add(strides)
+            if self.layer_end(layer) > BYTES_MAX:
+                raise TooLarge(
+                    "bad geometry: a layer ends beyond the maximum", field="placements", layer=layer, limit=BYTES_MAX
+                )
+        places = {(placement.region, placement.offset) for placement in self.placements}
+        _require(len(places) == len(self.placements), "placements", "different for each layer", "a repeated place")
+
+    def _check_strides(self, strides: Strides) -> None:
+        """No two elements of a layer share a byte: each stride reaches over everything that lies inside it."""
+        axes = [(stride, extent) for stride, extent in zip(strides, self._extents(), strict=True) if extent > 1]
+        inside = self.geometry.head_bytes
+        for stride, extent in sorted(axes):
+            _require(stride >= inside, "placement.strides", "large enough that no two elements overlap", strides)
+            inside += (extent - 1) * stride
+        if self.geometry.packing:
+            good = self.geometry.block_tokens == 1 or strides[2] == self.geometry.head_bytes
+            _require(good, "placement.strides", "dense inside the tile of a head when there is a packing", strides)
+
+    def _extents(self) -> Strides:
+        return self.geometry.extents(self.blocks)
+
+    def strides(self, layer: int) -> Strides:
+        """Bytes between neighbours along P, B, N and H of a layer, written out."""
+        given = self.placements[layer].strides
+        return self.geometry.dense_strides(self.blocks) if given is None else given
+
+    def layer_end(self, layer: int) -> int:
+        """The offset in its region just behind the last byte of a layer."""
+        reach = sum((extent - 1) * stride for extent, stride in zip(self._extents(), self.strides(layer), strict=True))
+        return self.placements[layer].offset + reach + self.geometry.head_bytes
+
+    def region_bytes(self) -> dict[int, int]:
+        """How long each region that the placements name must at least be: region index → bytes."""
+        needed: dict[int, int] = {}
+        for layer, placement in enumerate(self.placements):
+            needed[placement.region] = max(needed.get(placement.region, 0), self.layer_end(layer))
+        return needed
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of strings, numbers and lists: survives JSON and msgpack. Placements are [region, offset, strides]."""
+        rows = [[p.region, p.offset, None if p.strides is None else list(p.strides)] for p in self.placements]
+        return {"geometry": self.geometry.to_dict(), "blocks": self.blocks, "placements": rows}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> CacheLayout:
+        """Rebuild a layout; anything malformed is a `UsageError` that names the field."""
+        found = _take(raw, "cache layout", ("geometry", "blocks", "placements"))
+        rows = found["placements"]
+        good = isinstance(rows, list | tuple) and len(rows) <= LAYERS_MAX
+        _require(good, "placements", f"a list of at most {LAYERS_MAX} placements", type(rows))
+        return cls(
+            geometry=Geometry.from_dict(found["geometry"]),
+            blocks=found["blocks"],
+            placements=tuple(map(_placement, rows)),
+        )
+
+
+def _placement(row: object) -> LayerPlacement:
+    _require(isinstance(row, list | tuple) and len(row) == 3, "placements", "lists of [region, offset, strides]", row)
+    assert isinstance(row, list | tuple)
+    region, offset, strides = row
+    return LayerPlacement(
+        region=region, offset=offset, strides=tuple(strides) if isinstance(strides, list) else strides
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockTable:
+    """Which blocks hold a request: position ``first_token + i`` lies in slot ``i % block_tokens`` of block
+    ``blocks[i // block_tokens]``, for the first ``tokens`` values of i.
+
+    ``blocks`` is kept as a read-only int64 array of shape (n,); any sequence of integers is taken (`of` says so to type
+    checkers). ``first_token`` > 0 leaves a prefix out that is already there.
+    """
+
+    blocks: npt.NDArray[np.int64]
+    tokens: int
+    first_token: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", _as_block_ids(self.blocks))
+        _require_int("tokens", self.tokens, 0, TOKENS_MAX)
+        _require_int("first_token", self.first_token, 0, TOKENS_MAX)
+
+    @classmethod
+    def of(cls, blocks: Iterable[int], tokens: int, first_token: int = 0) -> BlockTable:
+        """A table from any iterable of block ids."""
+        ids = blocks if isinstance(blocks, np.ndarray) else np.asarray(list(blocks) or np.empty(0, np.int64))
+        return cls(blocks=ids, tokens=tokens, first_token=first_token)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockTable):
+            return NotImplemented
+        same = self.tokens == other.tokens and self.first_token == other.first_token
+        return same and np.array_equal(self.blocks, other.blocks)
+
+    def __hash__(self) -> int:
+        return hash((self.tokens, self.first_token, self.blocks.tobytes()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of numbers and lists: survives JSON and msgpack. Blocks become runs [start, step, count]."""
+        return {"runs": _runs(self.blocks), "tokens": self.tokens, "first_token": self.first_token}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> BlockTable:
+        """Rebuild a table; anything malformed is a `UsageError` that names the field, too many blocks is `TooLarge`."""
+        found = _take(raw, "block table", ("runs", "tokens", "first_token"))
+        return cls(blocks=_from_runs(found["runs"]), tokens=found["tokens"], first_token=found["first_token"])
+
+
+def _as_block_ids(given: object) -> npt.NDArray[np.int64]:
+    if isinstance(given, Sequence) and not given:
+        given = np.empty(0, np.int64)
+    try:
+        array = np.asarray(given)
+    except (ValueError, OverflowError, TypeError) as wrong:
+        raise UsageError(f"bad block table: {wrong}", field="blocks") from wrong
+    _require(array.ndim == 1 and array.dtype.kind in "iu", "blocks", "a flat sequence of integers", given)
+    if len(array) > TABLE_BLOCKS_MAX:
+        raise TooLarge("bad block table: too many blocks", field="blocks", value=len(array), limit=TABLE_BLOCKS_MAX)
+    if len(array):
+        for edge in (int(array.min()), int(array.max())):
+            _require_int("blocks", edge, 0, BLOCK_ID_MAX)
+    ids = array.astype(np.int64, copy=True)
+    ids.flags.writeable = False
+    return ids
+
+
+def _runs(blocks: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Arithmetic runs, taken greedily: any two neighbours make a run, so only the last one can hold a single block."""
+    steps = np.diff(blocks)
+    # Where the step changes, a run that began earlier cannot go on.
+    breaks = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else []
+    ids, runs, start = blocks.tolist(), [], 0
+    for stop in breaks:
+        if stop > start:
+            runs.append([ids[start], ids[start + 1] - ids[start], stop - start + 1])
+            start = stop + 1
+    if start < len(ids):
+        runs.append([ids[start], 1, 1])
+    return runs
+
+
+def _from_runs(runs: object) -> npt.NDArray[np.int64]:
+    _require(isinstance(runs, list | tuple), "runs", "a list of [start, step, count]", type(runs))
+    assert isinstance(runs, list | tuple)
+    if len(runs) > TABLE_BLOCKS_MAX:
+        raise TooLarge("bad block table: too many runs", field="runs", value=len(runs), limit=TABLE_BLOCKS_MAX)
+    good = all(type(run) in (list, tuple) and len(run) == 3 for run in runs)
+    _require(good, "runs", "a list of [start, step, count]", "something else in the list")
+    flat = list(chain.from_iterable(runs))
+    _require(set(map(type, flat)) <= {int}, "runs", "integers", "something else in a run")
+    if not flat:
+        return np.empty(0, np.int64)
+    _require(min(flat) >= -BLOCK_ID_MAX and max(flat) <= BLOCK_ID_MAX, "runs", "numbers below 2^32", "a larger number")
+    start, step, count = np.array(flat, np.int64).reshape(-1, 3).T
+    total = int(count.sum())
+    _require(int(count.min()) >= 1, "runs", "runs of at least one block", int(count.min()))
+    if total > TABLE_BLOCKS_MAX:
+        raise TooLarge("bad block table: too many blocks", field="runs", value=total, limit=TABLE_BLOCKS_MAX)
+    index = np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(start, count) + np.repeat(step, count) * index
