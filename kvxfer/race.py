@@ -1,8 +1,8 @@
 """Try several ways to the same end, staggered, and keep the first that works.
 
-Attempts start in order of preference: the next one when the last one failed, or when it has been silent for ``stagger_s``.
-Every failure is kept, so that "unreachable" can say why for each candidate. Whatever does not win is cancelled and awaited
-before the race returns; a second winner is handed to ``discard``.
+Attempts start in order of preference: the next one when the last one failed, or when it has been silent for a while.
+Every failure is kept, so that "unreachable" can say why for each candidate. Whatever does not win is cancelled and
+awaited before the race returns; a second winner is handed to ``discard``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ Failures = dict[str, Exception]
 
 
 class _Race(Generic[T]):
-    def __init__(self, attempts: Sequence[Attempt[T]], stagger_s: float, discard: Callable[[T], None]) -> None:
+    def __init__(
+        self, attempts: Sequence[Attempt[T]], stagger_s: float, discard: Callable[[T], None], failures: Failures
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._attempts = attempts
         self._stagger_s = stagger_s
         self._discard = discard
         self._owner = TaskOwner("race")
-        self._started = 0
+        self._started = self._failed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._winner: asyncio.Future[T | None] = self._loop.create_future()
-        self.failures: Failures = {}
+        self._failures = failures
 
     def _start_next(self) -> None:
         if self._timer is not None:
@@ -47,8 +49,9 @@ class _Race(Generic[T]):
         try:
             value = await attempt()
         except (KvxferError, OSError) as failure:
-            self.failures[label] = failure
-            if len(self.failures) == len(self._attempts) and not self._winner.done():
+            self._failures[label] = failure
+            self._failed += 1
+            if self._failed == len(self._attempts) and not self._winner.done():
                 self._winner.set_result(None)
             self._start_next()
             return
@@ -83,14 +86,17 @@ class _Race(Generic[T]):
 
 
 async def first_success(
-    attempts: Sequence[Attempt[T]], *, stagger_s: float, discard: Callable[[T], None]
-) -> tuple[T | None, Failures]:
-    """The first value that an attempt returned (None when all failed) and the failures so far, by label."""
+    attempts: Sequence[Attempt[T]], *, stagger_s: float, discard: Callable[[T], None], failures: Failures
+) -> T | None:
+    """The first value that an attempt returned, None when all failed.
+
+    Failures are put into ``failures`` by label as they happen, so they are known even when a time limit ends the race.
+    """
     if len(attempts) == 1:  # the usual case needs no task
         label, attempt = attempts[0]
         try:
-            return await attempt(), {}
+            return await attempt()
         except (KvxferError, OSError) as failure:
-            return None, {label: failure}
-    race: _Race[T] = _Race(attempts, stagger_s, discard)
-    return await race.run(), race.failures
+            failures[label] = failure
+            return None
+    return await _Race(attempts, stagger_s, discard, failures).run()
