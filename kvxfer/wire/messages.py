@@ -1,0 +1,381 @@
+"""Every message of the control plane: its number, its fields and their bounds.
+
+Declarations alone; how they are checked, encoded and decoded stands in `codec`. Numbers and field names never change,
+and fields that are unknown to a receiver are ignored, so that a newer version may add some (marked `OPTIONAL`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from kvxfer.config import (
+    CHANNEL_CHARS_MAX,
+    CLAIM_NUMBER_MAX,
+    ECHO_BYTES_MAX,
+    KEY_CHARS_MAX,
+    POSTING_BODY_BYTES_MAX,
+)
+from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
+from kvxfer.errors import Field
+from kvxfer.wire.codec import MESSAGES as MESSAGES
+from kvxfer.wire.codec import OPTIONAL, Message, numbered
+from kvxfer.wire.codec import Unknown as Unknown
+from kvxfer.wire.codec import decode as decode
+from kvxfer.wire.codec import encode as encode
+from kvxfer.wire.fields import Blob, Flag, Hex, OneOf, Prose, Scalars, Seconds, Text, TextList, UInt
+
+VERSION_MAX = 65535
+FEATURES_MAX, FEATURE_CHARS_MAX = 32, 64
+NAME_CHARS_MAX = 128
+PATH_CHARS_MAX = 255
+CODE_CHARS_MAX = 64
+PROSE_CHARS_MAX = 1024
+DETAILS_MAX, DETAIL_NAME_CHARS_MAX, DETAIL_CHARS_MAX = 32, 64, 1024
+NONCE_BYTES, PROOF_BYTES, POSTING_SECRET_BYTES = 32, 32, 16
+SECONDS_MAX = 31_536_000.0  # a year: longer than anything may last
+VALUE_BYTES_MAX = 64 << 10
+MAIL_DATA_BYTES_MAX = 16 << 20  # the ceiling of the option mail_bytes_max
+CLAIMED_BODY_BYTES_MAX = POSTING_BODY_BYTES_MAX + (
+    16 << 10
+)  # a landing adds its descriptor to the body that was posted
+STATUS_BODY_BYTES_MAX = 1 << 20
+LINK_ROLES = ("worker", "peer", "tool")
+POSTING_KINDS = ("offer", "ticket", "region")
+CLAIM_KINDS = (*POSTING_KINDS, "landing")
+OUTCOMES = ("done", "failed", "cancelled")
+POSTING_EVENTS = ("claimed", "settled", "lost", "orphaned", "expired", "withdrawn")
+
+Rid = Annotated[int, UInt()]
+Identity = Annotated[str, Hex(32)]
+IdentityOrAny = Annotated[str, Hex(32, empty=True)]
+Version = Annotated[int, UInt(VERSION_MAX, min=1)]
+Features = Annotated[tuple[str, ...], TextList(FEATURES_MAX, FEATURE_CHARS_MAX)]
+Nodes = Annotated[tuple[str, ...], TextList(CANDIDATES_MAX, ENDPOINT_CHARS_MAX)]
+Nonce = Annotated[bytes, Blob(NONCE_BYTES, min=NONCE_BYTES)]
+ProofBytes = Annotated[bytes, Blob(PROOF_BYTES, min=PROOF_BYTES, empty=True)]
+PostingSecret = Annotated[bytes, Blob(POSTING_SECRET_BYTES, min=POSTING_SECRET_BYTES)]
+PostingSecretOrNone = Annotated[bytes, Blob(POSTING_SECRET_BYTES, min=POSTING_SECRET_BYTES, empty=True)]
+Code = Annotated[str, Text(CODE_CHARS_MAX, min=1)]
+CodeOrNone = Annotated[str, Text(CODE_CHARS_MAX)]
+Explanation = Annotated[str, Prose(PROSE_CHARS_MAX)]
+Details = Annotated[Mapping[str, Field], Scalars(DETAILS_MAX, DETAIL_NAME_CHARS_MAX, DETAIL_CHARS_MAX)]
+Key = Annotated[str, Text(KEY_CHARS_MAX, min=1)]
+KeyOrNone = Annotated[str, Text(KEY_CHARS_MAX)]
+Channel = Annotated[str, Text(CHANNEL_CHARS_MAX, min=1)]
+ClaimNumber = Annotated[int, UInt(CLAIM_NUMBER_MAX)]
+Duration = Annotated[float, Seconds(SECONDS_MAX)]
+PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
+MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
+EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
+
+
+# -- the handshake, and what belongs to the connection itself ---------------------------------------------------------
+
+
+@numbered(1)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Hello(Message):
+    """Dialler, first: who I am and which versions I speak. `node_id` is empty for what is no node."""
+
+    version_min: Version
+    version_max: Version
+    features: Features = ()
+    role: Annotated[str, OneOf(LINK_ROLES)]
+    node_id: IdentityOrAny = ""
+    incarnation: Identity
+    nonce: Nonce
+    name: Annotated[str, Text(NAME_CHARS_MAX)] = ""
+    pid: Annotated[int, UInt(2**32 - 1)] = 0
+    engine_id: IdentityOrAny = ""
+    counters_path: Annotated[str, Text(PATH_CHARS_MAX)] = ""
+
+
+@numbered(2)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Welcome(Message):
+    """Acceptor: the version and features that hold from here on, who I am, and the proof that I know the secret."""
+
+    version: Version
+    features: Features = ()
+    node_id: Identity
+    incarnation: Identity
+    nonce: Nonce
+    auth: Annotated[str, OneOf(("none", "hmac"))]
+    proof: ProofBytes = b""
+
+
+@numbered(3)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Proof(Message):
+    """Dialler: the proof that I know the secret; empty when the acceptor asked for none."""
+
+    proof: ProofBytes = b""
+
+
+@numbered(4)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Ready(Message):
+    """Acceptor: the connection is open. `keepalive_s` is how soon the acceptor probes a silent connection."""
+
+    session: Identity
+    keepalive_s: Duration
+
+
+@numbered(5)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Refuse(Message):
+    """Either side, instead of the next step of the handshake. Every version must be able to read this one."""
+
+    code: Code
+    message: Explanation = ""
+    fields: Annotated[Details, OPTIONAL] = field(default_factory=dict)
+
+
+@numbered(6)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Ping(Message):
+    """Are you there?"""
+
+    rid: Rid = 0
+
+
+@numbered(7)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Pong(Message):
+    """Yes."""
+
+    rid: Rid = 0
+
+
+@numbered(8)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Goodbye(Message):
+    """I shall close this connection when what runs has ended; begin nothing new."""
+
+    reason: Explanation = ""
+
+
+@numbered(9)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Error(Message):
+    """The reply to a request that failed; with `rid` 0, the reason why the connection is closed."""
+
+    rid: Rid = 0
+    code: Code
+    message: Explanation = ""
+    fields: Details = field(default_factory=dict)
+    retryable: Annotated[bool, Flag()] = False
+
+
+@numbered(10)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Done(Message):
+    """The reply to a request that succeeded."""
+
+    rid: Rid = 0
+    value: Annotated[bytes, Blob(VALUE_BYTES_MAX)] = b""
+
+
+# -- postings and claims ----------------------------------------------------------------------------------------------
+
+
+@numbered(20)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Post(Message):
+    """Worker: here is something to be claimed. `claims_max` 0 means any number."""
+
+    rid: Rid = 0
+    kind: Annotated[str, OneOf(POSTING_KINDS)]
+    key: Key
+    body: PostingBody = b""
+    lease_s: Duration
+    claims_max: Annotated[int, UInt(CLAIM_NUMBER_MAX)] = 0
+
+
+@numbered(21)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Posted(Message):
+    """The reply to Post and Renew."""
+
+    rid: Rid = 0
+    posting: Identity
+    secret: PostingSecret
+    expires_in_s: Duration
+
+
+@numbered(22)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Renew(Message):
+    """Worker: keep this posting for another `lease_s`."""
+
+    rid: Rid = 0
+    posting: Identity
+    lease_s: Duration
+
+
+@numbered(23)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Withdraw(Message):
+    """Worker: this posting is no more. Live claims hear of it."""
+
+    rid: Rid = 0
+    posting: Identity
+    reason: Explanation = ""
+
+
+@numbered(24)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Claim(Message):
+    """Take what is posted at a node, by kind and key or by posting and secret. No `node` means the daemon asked.
+
+    An empty `node_id` or `incarnation` accepts any. Waits up to `wait_s` for something that is not posted yet.
+    """
+
+    rid: Rid = 0
+    node: Nodes = ()
+    node_id: IdentityOrAny = ""
+    incarnation: IdentityOrAny = ""
+    kind: Annotated[str, OneOf(CLAIM_KINDS)]
+    key: KeyOrNone = ""
+    posting: IdentityOrAny = ""
+    secret: PostingSecretOrNone = b""
+    wait_s: Duration = 0.0
+    engine_id: IdentityOrAny = ""
+
+
+@numbered(25)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Claimed(Message):
+    """The reply to Claim and Land: the posting's body, and the claim's number within the posting."""
+
+    rid: Rid = 0
+    posting: Identity
+    claim: ClaimNumber
+    body: Annotated[bytes, Blob(CLAIMED_BODY_BYTES_MAX)] = b""
+    expires_in_s: Duration
+    node_id: Identity
+    incarnation: Identity
+
+
+@numbered(26)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Settle(Message):
+    """The claimant: this claim has ended, and how."""
+
+    rid: Rid = 0
+    node: Nodes = ()
+    posting: Identity
+    claim: ClaimNumber
+    outcome: Annotated[str, OneOf(OUTCOMES)]
+    code: CodeOrNone = ""
+    detail: Explanation = ""
+
+
+@numbered(27)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PostingEvent(Message):
+    """What happened to a posting or to one claim on it; `claim` 0 means all. On the wire its name is Event."""
+
+    posting: Identity
+    claim: ClaimNumber = 0
+    what: Annotated[str, OneOf(POSTING_EVENTS)]
+    code: CodeOrNone = ""
+    detail: Explanation = ""
+    engine_id: IdentityOrAny = ""
+
+
+@numbered(40)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Land(Message):
+    """Give me `length` bytes of a node's landing pool. Answered by Claimed; its body holds the descriptor."""
+
+    rid: Rid = 0
+    node: Nodes = ()
+    key: Key
+    length: Annotated[int, UInt(min=1)]
+    body: PostingBody = b""
+    lease_s: Duration
+    engine_id: IdentityOrAny = ""
+
+
+# -- small messages between workers -----------------------------------------------------------------------------------
+
+
+@numbered(30)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Mail(Message):
+    """Put `data` into a channel of a node."""
+
+    rid: Rid = 0
+    node: Nodes = ()
+    channel: Channel
+    data: MailData = b""
+
+
+@numbered(31)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Listen(Message):
+    """Worker: deliver to me what is sent to this channel."""
+
+    rid: Rid = 0
+    channel: Channel
+
+
+@numbered(32)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Unlisten(Message):
+    """Worker: no more."""
+
+    rid: Rid = 0
+    channel: Channel
+
+
+@numbered(33)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Delivery(Message):
+    """Daemon: this came for your channel. `source` is the node id of the sender's daemon, or empty."""
+
+    channel: Channel
+    data: MailData = b""
+    source: IdentityOrAny = ""
+
+
+# -- looking at a daemon ----------------------------------------------------------------------------------------------
+
+
+@numbered(50)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Status(Message):
+    """How are you?"""
+
+    rid: Rid = 0
+
+
+@numbered(51)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StatusReply(Message):
+    """A msgpack map for tools to show."""
+
+    rid: Rid = 0
+    body: Annotated[bytes, Blob(STATUS_BODY_BYTES_MAX)] = b""
+
+
+@numbered(52)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Echo(Message):
+    """Send `data` back, by way of `node` if one is named."""
+
+    rid: Rid = 0
+    node: Nodes = ()
+    data: EchoData = b""
+
+
+@numbered(53)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class EchoReply(Message):
+    """The same bytes."""
+
+    rid: Rid = 0
+    data: EchoData = b""
