@@ -31,9 +31,14 @@ def socket_dir(config: Config, env: Mapping[str, str] | None = None) -> Path:
     return Path(f"/tmp/kvxfer-{os.getuid()}")
 
 
-def daemon_socket(config: Config, env: Mapping[str, str] | None = None) -> Path:
+def daemon_socket(directory: Path) -> Path:
     """The path of the daemon's Unix socket."""
-    return socket_dir(config, env) / SOCKET_NAME
+    return directory / SOCKET_NAME
+
+
+def counters_path(directory: Path, engine_id: bytes) -> Path:
+    """Where an engine keeps the counters that the daemon reads at a scrape."""
+    return directory / f"c-{engine_id.hex()[:12]}.counters"
 
 
 def ensure_socket_dir(path: Path) -> Path:
