@@ -198,6 +198,9 @@ typedef struct kvx_counters {
 int kvx_engine_open(const kvx_engine_config *config, kvx_engine **engine_p, char *why, size_t why_size);
 /* Completes every token, closes every peer, joins every thread, unmaps every allocation. */
 void kvx_engine_close(kvx_engine *engine);
+/* The first half of kvx_engine_close: afterwards every token has its event, which kvx_engine_drain still hands out, and
+ * all other calls answer KVX_E_CLOSED. */
+void kvx_engine_stop(kvx_engine *engine);
 int kvx_engine_fd(const kvx_engine *engine);
 /* Clear the fd, then copy out at most `max` events; returns how many. Call again while it returns max. */
 uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max);
@@ -222,11 +225,13 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
 int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p);
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p);
 int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_p);
+/* The handle is gone at once; live operations of it still complete. */
 int kvx_import_release(kvx_engine *engine, uint64_t import);
 
 /* -- transfers --------------------------------------------------------------------------------- */
 /* Takes all segments or none. When the operation completed before the return, *inline_p is 1 and *event_p is its
- * completion, which does not appear in the ring; otherwise *inline_p is 0 and one event with *token_p follows. */
+ * completion, which does not appear in the ring; otherwise *inline_p is 0 and one event with *token_p follows.
+ * On KVX_E_LENGTH, KVX_E_LOCAL_RANGE and KVX_E_RANGE event_p->segment is the index of the first bad segment. */
 int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segment *segments, uint64_t *token_p,
                int *inline_p, kvx_event *event_p);
 /* Ask for an early end: the token still completes exactly once (done, or KVX_E_CANCELLED). */

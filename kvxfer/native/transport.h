@@ -6,9 +6,12 @@
  * it says in `query`.
  *
  * Threads. The core makes every thread. Each transport says in `open` how many progress threads it wants
- * (kvx_core_threads_set, default 1); the core loops each of them over `progress`. Slots other than `progress` are called from
- * the engine's owner thread or from any progress thread; none of them may block, sleep, or copy more than
- * config->inline_bytes_max. The core never holds its own lock while it calls a slot, so a slot may call any core function.
+ * (kvx_core_threads_set, default 1); the core loops each of them over `progress`. mem_import, peer_connect, peer_close, submit
+ * and mem_release(grant) are called from the engine's owner thread (submit also by the fault transport, from a progress thread);
+ * mem_register from any thread; mem_release(region, NULL) from the copy pool. None of them may block, sleep, or copy more
+ * than config->inline_bytes_max. The core never holds its own lock while it calls a slot, so a slot may call any core function; core
+ * functions never call a slot back, so a transport may hold its own locks while it calls them (lock order: transport,
+ * then core).
  *
  * Objects (kvx_region, kvx_grant, kvx_import, kvx_peer, kvx_op) belong to the core. A transport may keep a pointer from
  * the slot that introduced it until the call that ends it (named beside each slot), and may use the `transport_data` field
@@ -46,7 +49,9 @@ typedef struct kvx_grant {
     _Atomic bool revoked; /* set by the core before mem_release; look at it between chunks */
 } kvx_grant;
 
-/* A connection that we opened to another engine. Lives until kvx_peer_closed; a lost peer is closed by its owner later. */
+/* A connection that we opened to another engine. Lives until kvx_peer_closed: every peer that peer_connect took gets
+ * exactly one peer_close(peer, NULL), also after connect_done with an error (then the core closes it by itself), also when lost
+ * (then its owner does, later). Only the engine's close ends a peer without that. */
 typedef struct kvx_peer {
     uint64_t id;
     uint64_t token; /* of the pending connect */
@@ -116,7 +121,8 @@ typedef struct kvx_transport_ops {
     int (*mem_release)(void *transport, kvx_region *region, kvx_grant *grant);
 
     /* 6. Make a remote grant usable; KVX_PENDING and then kvx_import_done exactly once (never called from within the slot).
-     *    An error means that nothing was taken. The import lives until peer_close(peer, import). */
+     *    An error means that nothing was taken. The import lives until peer_close(peer, import), which also follows
+     *    import_done with an error, or until peer_close(peer, NULL) ends them all. */
     int (*mem_import)(void *transport, kvx_import *import);
 
     /* 7. Connect to peer->endpoint. KVX_PENDING and then kvx_connect_done exactly once (within config->connect_ms, never from
@@ -125,8 +131,8 @@ typedef struct kvx_transport_ops {
 
     /* 8. Two uses.
      *    import == NULL: close the peer: complete all its ops (KVX_E_PEER_LOST or as they ended), drop its imports, then
-     *      kvx_peer_closed exactly once, not from within the slot. Also called for a peer that was lost; then
-     *      kvx_peer_closed still follows.
+     *      kvx_peer_closed exactly once. A pending connect or import of it that is not answered by then is answered by
+     *      the core (KVX_E_PEER_LOST). Also called for a peer that was lost; then kvx_peer_closed still follows.
      *    import != NULL: the core lets go of this import (no op of it is live): unmap, forget. Returns KVX_OK. */
     int (*peer_close)(void *transport, kvx_peer *peer, kvx_import *import);
 
@@ -160,7 +166,8 @@ typedef struct kvx_job {
 } kvx_job;
 void kvx_core_job_post(kvx_core *core, kvx_job *job);
 
-/* Completions. Each is exactly once per object; a second call aborts the process in debug builds (KVX_ASSERT). */
+/* Completions. Each is exactly once per object; a second call aborts the process (KVX_ASSERT). Do not touch an op after
+ * kvx_op_complete or a peer (and its imports) after kvx_peer_closed: they are gone. `segment` is the index in op->segments, or -1. */
 void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment);
 void kvx_connect_done(kvx_peer *peer, int status, int sys_errno);
 void kvx_import_done(kvx_import *import, int status, int sys_errno);
@@ -186,6 +193,11 @@ int kvx_notify_post(kvx_core *core, uint32_t slot, uint64_t grant, uint64_t tag,
 void kvx_grant_attach(kvx_core *core, uint64_t grant);
 void kvx_grant_detach(kvx_core *core, uint64_t grant, bool lost);
 
+/* Relaxed add to a row of counters. The core counts what it sees itself: put_ops get_ops put_bytes get_bytes segments inline_ops
+ * failed_ops cancelled_ops notifies_sent notifies_received peers_connected peers_lost. All other fields are the transport's. */
+#define KVX_COUNT(row, field, n) __atomic_fetch_add(&(row)->field, (uint64_t)(n), __ATOMIC_RELAXED)
+
+/* Checked in every build: a broken promise about memory or tokens must not go on. */
 #define KVX_ASSERT(condition) \
     do {                      \
         if (!(condition)) kvx_panic(#condition, __FILE__, __LINE__); \

@@ -1,0 +1,423 @@
+/* memory.c: regions. Allocation from memfds, registration of the caller's memory, release.
+ *
+ * A region is in use by live ops of ours (pins: release is refused) and by grants (release revokes them and waits until they are
+ * quiet). Only then do the transports forget it and the memory goes; the copy pool does that last step. */
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008u
+#endif
+#ifndef MFD_HUGE_2MB
+#define MFD_HUGE_2MB (21u << 26)
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#define MPOL_BIND_MODE 2
+#define HUGE_BYTES (UINT64_C(2) << 20)
+#define FALLOCATE_STEP (UINT64_C(256) << 20) /* an interrupted fallocate starts over: keep what is lost small */
+
+region_box *kvx_region_find(kvx_core *core, uint64_t region) {
+    region_box *box = kvx_table_get(&core->regions, region);
+    return box != NULL && box->state == REGION_LIVE ? box : NULL;
+}
+
+static void info_fill(const region_box *box, kvx_region_info *info_p) {
+    *info_p = (kvx_region_info){
+        .id = box->region.id,
+        .generation = box->region.generation,
+        .address = (uint64_t)(uintptr_t)box->region.base,
+        .length = box->region.length,
+        .flags = box->region.flags,
+        .references = box->references,
+        .numa_node = box->numa_node,
+    };
+}
+
+/* -- registration ------------------------------------------------------------------------------------------- */
+
+static void remove_locked(kvx_core *core, region_box *box) {
+    kvx_table_remove(&core->regions, box->region.id);
+    KVX_GAUGE(core, regions, core->regions.count);
+    __atomic_fetch_sub(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
+}
+
+static void give_back(region_box *box) {
+    if (box->mapped_length != 0) {
+        munmap(box->region.base, box->mapped_length);
+    }
+    if (box->region.memfd >= 0) {
+        close(box->region.memfd);
+    }
+    free(box);
+}
+
+/* The registration of the same bytes that is there already, or one that overlaps, or NULL. */
+static region_box *overlapping(kvx_core *core, const uint8_t *base, uint64_t length) {
+    uintptr_t low = (uintptr_t)base;
+    for (uint32_t i = 0; i < core->regions.capacity; i++) {
+        region_box *box = core->regions.keys[i] ? core->regions.values[i] : NULL;
+        if (box != NULL) {
+            uintptr_t other = (uintptr_t)box->region.base;
+            if (low < other + box->region.length && other < low + length) {
+                return box;
+            }
+        }
+    }
+    return NULL;
+}
+
+static int insert_locked(kvx_core *core, region_box *box) {
+    if (core->regions.count >= core->config.regions_max) {
+        return KVX_E_LIMIT;
+    }
+    if (!kvx_table_reserve(&core->regions, 1) || !kvx_ring_reserve(&core->ring, 1)) {
+        return KVX_E_NOMEM;
+    }
+    box->core = core;
+    box->references = 1;
+    box->state = REGION_REGISTERING;
+    box->region.id = core->next_id++;
+    box->region.generation = core->generation_base + box->region.id;
+    kvx_table_put(&core->regions, box->region.id, box);
+    KVX_GAUGE(core, regions, core->regions.count);
+    __atomic_fetch_add(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
+    return KVX_OK;
+}
+
+/* Tells every transport about an inserted region; on failure takes all of it back (the box stays the caller's). */
+static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p) {
+    uint32_t told = 0;
+    int status = KVX_OK;
+    for (; told < core->slot_count && status == KVX_OK; told++) {
+        kvx_slot *slot = &core->slots[told];
+        status = slot->ops.mem_register(slot->transport, &box->region);
+    }
+    if (status != KVX_OK) {
+        for (uint32_t i = 0; i + 1 < told; i++) {
+            core->slots[i].ops.mem_release(core->slots[i].transport, &box->region, NULL);
+        }
+        kvx_lock(core);
+        remove_locked(core, box);
+        kvx_ring_unreserve(&core->ring, 1);
+        kvx_unlock(core);
+        return status;
+    }
+    kvx_lock(core);
+    box->state = REGION_LIVE;
+    info_fill(box, info_p);
+    kvx_unlock(core);
+    return KVX_OK;
+}
+
+static int register_again(kvx_core *core, region_box *box, kvx_region_info *info_p) {
+    if (box->references >= KVX_REFERENCES_MAX) {
+        return KVX_E_LIMIT;
+    }
+    if (!kvx_ring_reserve(&core->ring, 1)) {
+        return KVX_E_NOMEM;
+    }
+    box->references++;
+    info_fill(box, info_p);
+    return KVX_OK;
+}
+
+int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
+                     uint64_t *conflict_p) {
+    kvx_core *core = &engine->core;
+    uint64_t end;
+    if (address == NULL || info_p == NULL) {
+        return KVX_E_INVALID;
+    }
+    if (length == 0 || __builtin_add_overflow((uint64_t)(uintptr_t)address, length, &end) || end > UINTPTR_MAX) {
+        return KVX_E_LENGTH;
+    }
+    region_box *box = calloc(1, sizeof(*box));
+    if (box == NULL) {
+        return KVX_E_NOMEM;
+    }
+    box->region.base = address;
+    box->region.length = length;
+    box->region.memfd = -1;
+    box->region.flags = read_only ? KVX_REGION_READ_ONLY : 0;
+    box->numa_node = -1;
+    kvx_lock(core);
+    int status = core->closing ? KVX_E_CLOSED : KVX_OK;
+    region_box *other = status == KVX_OK ? overlapping(core, address, length) : NULL;
+    if (other != NULL) {
+        bool same = other->region.base == address && other->region.length == length &&
+                    (other->region.flags & KVX_REGION_READ_ONLY) == box->region.flags && other->state == REGION_LIVE;
+        status = same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
+        if (!same && conflict_p != NULL) {
+            *conflict_p = other->region.id;
+        }
+    } else if (status == KVX_OK) {
+        status = insert_locked(core, box);
+    }
+    kvx_unlock(core);
+    if (other == NULL && status == KVX_OK) {
+        status = announce(core, box, info_p);
+        if (status == KVX_OK) {
+            return KVX_OK;
+        }
+    }
+    free(box);
+    return status;
+}
+
+/* -- allocation --------------------------------------------------------------------------------------------- */
+
+static uint64_t read_number(const char *path, uint64_t otherwise) {
+    char text[32];
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return otherwise;
+    }
+    ssize_t got = read(fd, text, sizeof(text) - 1);
+    close(fd);
+    if (got <= 0) {
+        return otherwise;
+    }
+    text[got] = '\0';
+    char *end;
+    uint64_t value = strtoull(text, &end, 10);
+    return end == text ? otherwise : value; /* "max" */
+}
+
+static uint64_t memory_available(void) {
+    char text[512];
+    uint64_t available = UINT64_MAX;
+    int fd = open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        ssize_t got = read(fd, text, sizeof(text) - 1);
+        close(fd);
+        text[got > 0 ? got : 0] = '\0';
+        const char *line = strstr(text, "MemAvailable:");
+        if (line != NULL) {
+            available = strtoull(line + strlen("MemAvailable:"), NULL, 10) * 1024;
+        }
+    }
+    /* The limit of a container; outside of one the root group has no such file. */
+    uint64_t limit = read_number("/sys/fs/cgroup/memory.max", UINT64_MAX);
+    if (limit != UINT64_MAX) {
+        uint64_t used = read_number("/sys/fs/cgroup/memory.current", 0);
+        uint64_t left = limit > used ? limit - used : 0;
+        available = left < available ? left : available;
+    }
+    return available;
+}
+
+static int memfd_open(uint32_t extra) {
+    int fd = memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL | extra);
+    if (fd < 0 && errno == EINVAL) { /* kernels before 6.3 */
+        fd = memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING | extra);
+    }
+    return fd;
+}
+
+static int space_take(int fd, uint64_t length) {
+    for (uint64_t at = 0; at < length;) {
+        uint64_t step = length - at < FALLOCATE_STEP ? length - at : FALLOCATE_STEP;
+        if (fallocate(fd, 0, (off_t)at, (off_t)step) == 0) {
+            at += step;
+        } else if (errno != EINTR) {
+            return errno;
+        }
+    }
+    return 0;
+}
+
+static void pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
+    if (madvise(base, length, MADV_POPULATE_WRITE) == 0) {
+        return;
+    }
+    for (uint64_t at = 0; at < length; at += page) { /* kernels before 5.14 */
+        *(volatile uint8_t *)(base + at) = 0;
+    }
+}
+
+static bool numa_bind(uint8_t *base, uint64_t length, int32_t node) {
+    unsigned long mask[16] = {0};
+    const unsigned long bits = sizeof(mask) * 8;
+    if (node < 0 || (unsigned long)node >= bits) {
+        return false;
+    }
+    mask[(unsigned long)node / (8 * sizeof(long))] = 1ul << ((unsigned long)node % (8 * sizeof(long)));
+    return syscall(SYS_mbind, base, length, MPOL_BIND_MODE, mask, bits, 0) == 0;
+}
+
+/* Fills box->region and mapped_length from a new memfd. */
+static int backing_make(region_box *box, uint64_t length, int32_t numa_node, bool huge, int *errno_p) {
+    uint64_t page = huge ? HUGE_BYTES : (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t rounded = (length + page - 1) & ~(page - 1);
+    int fd = memfd_open(huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0);
+    if (fd < 0) {
+        *errno_p = errno;
+        return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
+    }
+    void *base = MAP_FAILED;
+    int status = KVX_E_SYSTEM;
+    if (ftruncate(fd, (off_t)rounded) != 0) {
+        *errno_p = errno;
+        status = errno == EFBIG || errno == EINVAL ? KVX_E_LENGTH : KVX_E_SYSTEM;
+    } else if ((base = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)) == MAP_FAILED) {
+        *errno_p = errno;
+        status = errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
+    } else {
+        box->numa_node = numa_bind(base, rounded, numa_node) ? numa_node : -1; /* before the pages exist */
+        *errno_p = space_take(fd, rounded);
+        status = *errno_p == 0 ? KVX_OK : KVX_E_SHM_SPACE;
+    }
+    if (status == KVX_OK && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+        *errno_p = errno;
+        status = KVX_E_SYSTEM;
+    }
+    if (status != KVX_OK) {
+        if (base != MAP_FAILED) {
+            munmap(base, rounded);
+        }
+        close(fd);
+        return status;
+    }
+    pages_touch(base, rounded, page);
+    box->region.base = base;
+    box->region.length = length;
+    box->region.memfd = fd;
+    box->region.flags = KVX_REGION_SHARED | (huge ? KVX_REGION_HUGE : 0);
+    box->mapped_length = rounded;
+    return KVX_OK;
+}
+
+static int space_check(uint64_t length, int *errno_p) {
+    struct rlimit file;
+    /* Past this limit the kernel would send SIGXFSZ. */
+    bool too_long = getrlimit(RLIMIT_FSIZE, &file) == 0 && file.rlim_cur != RLIM_INFINITY && length > file.rlim_cur;
+    if (too_long || length > memory_available()) {
+        *errno_p = too_long ? EFBIG : ENOSPC;
+        return KVX_E_SHM_SPACE;
+    }
+    return KVX_OK;
+}
+
+static int backing_choose(kvx_core *core, region_box *box, uint64_t length, int32_t numa_node, int *errno_p) {
+    if (length >= HUGE_BYTES && !(core->config.flags & KVX_ENGINE_NO_HUGE)) {
+        uint64_t free_pages = read_number("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 0);
+        if (free_pages >= (length + HUGE_BYTES - 1) / HUGE_BYTES &&
+            backing_make(box, length, numa_node, true, errno_p) == KVX_OK) {
+            return KVX_OK;
+        }
+    }
+    int status = space_check(length, errno_p);
+    return status == KVX_OK ? backing_make(box, length, numa_node, false, errno_p) : status;
+}
+
+int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_region_info *info_p, int *sys_errno_p) {
+    kvx_core *core = &engine->core;
+    int ignored = 0;
+    int *errno_p = sys_errno_p ? sys_errno_p : &ignored;
+    *errno_p = 0;
+    if (info_p == NULL) {
+        return KVX_E_INVALID;
+    }
+    if (length == 0 || length > (uint64_t)INT64_MAX - HUGE_BYTES) {
+        return KVX_E_LENGTH;
+    }
+    kvx_lock(core);
+    int status = core->closing ? KVX_E_CLOSED
+                 : core->regions.count >= core->config.regions_max ? KVX_E_LIMIT
+                                                                   : KVX_OK;
+    kvx_unlock(core);
+    if (status != KVX_OK) {
+        return status;
+    }
+    region_box *box = calloc(1, sizeof(*box));
+    if (box == NULL) {
+        return KVX_E_NOMEM;
+    }
+    status = backing_choose(core, box, length, numa_node, errno_p);
+    if (status != KVX_OK) {
+        free(box);
+        return status;
+    }
+    kvx_lock(core);
+    status = core->closing ? KVX_E_CLOSED : insert_locked(core, box);
+    kvx_unlock(core);
+    if (status == KVX_OK) {
+        status = announce(core, box, info_p);
+    }
+    if (status != KVX_OK) {
+        give_back(box);
+    }
+    return status;
+}
+
+/* -- release ------------------------------------------------------------------------------------------------ */
+
+static void forget_run(kvx_job *job) {
+    region_box *box = (region_box *)((char *)job - offsetof(region_box, job));
+    kvx_core *core = box->core;
+    for (uint32_t i = 0; i < core->slot_count; i++) {
+        core->slots[i].ops.mem_release(core->slots[i].transport, &box->region, NULL);
+    }
+    kvx_event event = {.kind = KVX_EV_RELEASE, .token = box->token, .id = box->region.id, .segment = -1};
+    kvx_lock(core);
+    remove_locked(core, box);
+    kvx_unlock(core);
+    give_back(box); /* before the event: whoever waits for it may count on the memory being free */
+    kvx_lock(core);
+    bool signal = kvx_ring_push(&core->ring, &event);
+    kvx_unlock_signal(core, signal);
+}
+
+void kvx_region_maybe_forget(region_box *box) {
+    if (box->state == REGION_RELEASING && box->grants == NULL && !box->core->closing) {
+        box->job.run = forget_run;
+        kvx_core_job_post(box->core, &box->job);
+    }
+}
+
+int kvx_mem_release(kvx_engine *engine, uint64_t region, uint64_t *token_p) {
+    kvx_core *core = &engine->core;
+    bool signal = false;
+    kvx_lock(core);
+    region_box *box = kvx_region_find(core, region);
+    int status = core->closing ? KVX_E_CLOSED : box == NULL ? KVX_E_NO_REGION : KVX_OK;
+    if (status == KVX_OK && box->references > 1) {
+        box->references--;
+        *token_p = core->next_id++;
+        kvx_event event = {.kind = KVX_EV_RELEASE, .token = *token_p, .id = region, .segment = -1};
+        signal = kvx_ring_push(&core->ring, &event);
+    } else if (status == KVX_OK && box->pins != 0) {
+        status = KVX_E_BUSY;
+    } else if (status == KVX_OK) {
+        box->state = REGION_RELEASING;
+        box->references = 0;
+        *token_p = box->token = core->next_id++;
+        for (grant_box *grant = box->grants; grant != NULL; grant = grant->next) {
+            kvx_grant_mark_revoked(core, grant);
+        }
+        kvx_region_maybe_forget(box);
+    }
+    kvx_unlock_signal(core, signal);
+    kvx_grants_call_slots(core);
+    return status;
+}
+
+void kvx_memory_sweep(kvx_core *core) {
+    region_box *box;
+    while ((box = kvx_table_any(&core->regions)) != NULL) {
+        kvx_table_remove(&core->regions, box->region.id);
+        give_back(box);
+    }
+}

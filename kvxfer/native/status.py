@@ -1,0 +1,155 @@
+"""Native status codes and the typed error of each: the one place where the two vocabularies meet.
+
+The codes mirror ``status.h`` (a test compares them); an unknown code becomes the base class of its range, so an engine that is
+newer than this file still raises something that callers can handle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NoReturn
+
+from kvxfer import errors
+from kvxfer.errors import Field, KvxferError
+
+
+class Status(IntEnum):
+    """``enum kvx_status`` without its prefix."""
+
+    OK = 0
+    AGAIN = 1
+    INVALID = 2
+    LENGTH = 3
+    OVERLAP = 4
+    ALIGN = 5
+    BUSY = 6
+    NO_REGION = 7
+    NO_PEER = 8
+    NO_IMPORT = 9
+    NO_GRANT = 10
+    NO_TRANSPORT = 11
+    LIMIT = 12
+    CLOSED = 13
+    LOCAL_RANGE = 14
+    READ_ONLY = 15
+    PENDING = 16
+    CANCELLED = 100
+    RANGE = 101
+    ACCESS = 102
+    KEY = 103
+    STALE = 104
+    UNKNOWN = 105
+    REVOKED = 106
+    INTEGRITY = 107
+    INJECTED = 108
+    PEER_LOST = 200
+    UNREACHABLE = 201
+    TIMEOUT = 202
+    NOT_KVXFER = 203
+    VERSION = 204
+    OTHER_HOST = 205
+    REFUSED = 206
+    NOMEM = 300
+    FDS = 301
+    SHM_SPACE = 302
+    MEMLOCK = 303
+    UNSUPPORTED = 304
+    SYSTEM = 305
+    CMA_DENIED = 306
+    INTERNAL = 400
+
+
+# class, what happened, what to do
+_Entry = tuple[type[KvxferError], str, str | None]
+
+BY_STATUS: Mapping[Status, _Entry] = {
+    Status.AGAIN: (errors.BusyError, "the engine is full", "try again when a transfer has completed"),
+    Status.INVALID: (errors.UsageError, "an argument makes no sense", None),
+    Status.LENGTH: (errors.InvalidLength, "a length is zero, too large or overflows", None),
+    Status.OVERLAP: (errors.OverlapError, "the memory overlaps a registered region in part", None),
+    Status.ALIGN: (errors.AlignmentError, "address or length is not aligned as the transport requires", None),
+    Status.BUSY: (errors.RegionBusy, "the region has transfers in flight", "wait for them"),
+    Status.NO_REGION: (errors.UnknownRegion, "no such region", None),
+    Status.NO_PEER: (errors.UnknownRegion, "no such peer", None),
+    Status.NO_IMPORT: (errors.UnknownRegion, "no such import", None),
+    Status.NO_GRANT: (errors.UnknownRegion, "no such grant", None),
+    Status.NO_TRANSPORT: (errors.TransportUnavailable, "no such transport in this engine", None),
+    Status.LIMIT: (errors.TooLarge, "a configured maximum is reached", None),
+    Status.CLOSED: (errors.ClosedError, "the engine is closed", None),
+    Status.LOCAL_RANGE: (errors.OutOfRange, "a segment leaves the local region", None),
+    Status.READ_ONLY: (errors.ReadOnlyError, "the local memory was registered read-only", None),
+    Status.PENDING: (errors.InternalError, "an internal status escaped the engine", None),
+    Status.CANCELLED: (errors.TransferCancelled, "the transfer was cancelled", None),
+    Status.RANGE: (errors.OutOfRange, "a segment leaves the remote memory", None),
+    Status.ACCESS: (errors.AccessDenied, "the descriptor does not allow this direction", None),
+    Status.KEY: (errors.WrongKey, "the descriptor's key does not match the owner's", None),
+    Status.STALE: (errors.StaleDescriptor, "the descriptor is of another generation of the region", None),
+    Status.UNKNOWN: (errors.UnknownTransfer, "the owner knows no such grant", "it expired or was released"),
+    Status.REVOKED: (errors.Revoked, "the owner withdrew the memory", None),
+    Status.INTEGRITY: (errors.IntegrityError, "checksums of source and target differ", "do not use the bytes"),
+    Status.INJECTED: (errors.InjectedFault, "failed on purpose", None),
+    Status.PEER_LOST: (errors.PeerLost, "the connection to the peer ended", None),
+    Status.UNREACHABLE: (errors.PeerUnreachable, "the peer could not be reached", None),
+    Status.TIMEOUT: (errors.PeerUnreachable, "the peer did not answer in time", None),
+    Status.NOT_KVXFER: (errors.NotKvxfer, "whatever answered does not speak kvxfer", None),
+    Status.VERSION: (errors.VersionMismatch, "the peer speaks another version of the data protocol", None),
+    Status.OTHER_HOST: (errors.PeerUnreachable, "the peer is on another host than this transport reaches", None),
+    Status.REFUSED: (errors.PeerError, "the peer is full or refuses us", None),
+    Status.NOMEM: (errors.ResourceExhausted, "out of memory", None),
+    Status.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),
+    Status.SHM_SPACE: (errors.ShmTooSmall, "there is not enough memory for the allocation", "ask for less"),
+    Status.MEMLOCK: (errors.ResourceExhausted, "the limit of locked memory is too low", "raise it (ulimit -l)"),
+    Status.UNSUPPORTED: (errors.TransportUnavailable, "this machine or transport cannot do it", None),
+    Status.SYSTEM: (errors.TransportError, "a system call failed", None),
+    Status.CMA_DENIED: (errors.TransportUnavailable, "cross-memory attach is not allowed between the processes", None),
+    Status.INTERNAL: (errors.InternalError, "a bug in the native engine", None),
+}
+
+_RANGES: tuple[tuple[int, int, type[KvxferError]], ...] = (
+    (1, 99, errors.UsageError),
+    (100, 199, errors.TransferError),
+    (200, 299, errors.PeerError),
+    (300, 399, errors.TransportError),
+)
+
+
+def _entry(status: int) -> _Entry:
+    try:
+        return BY_STATUS[Status(status)]
+    except (ValueError, KeyError):
+        for low, high, base in _RANGES:
+            if low <= status <= high:
+                return base, f"native status {status}", None
+        return errors.InternalError, f"native status {status}", None
+
+
+def error_for(
+    status: int,
+    *,
+    sys_errno: int = 0,
+    what: str = "",
+    op_id: int | None = None,
+    peer: str | None = None,
+    transport: str | None = None,
+    **fields: Field,
+) -> KvxferError:
+    """The typed error of a native status; ``what`` names the call that failed."""
+    kind, message, hint = _entry(status)
+    if sys_errno:
+        fields["errno"] = sys_errno
+        message = f"{message}: {os.strerror(sys_errno)}"
+    if what:
+        message = f"{what}: {message}"
+    return kind(message, op_id=op_id, peer=peer, transport=transport, status=status, hint=hint, **fields)
+
+
+def raise_for(status: int, *, sys_errno: int = 0, what: str = "", **fields: Field) -> None:
+    """Raise the typed error unless ``status`` is OK."""
+    if status != 0:
+        _raise(error_for(status, sys_errno=sys_errno, what=what, **fields))  # type: ignore[arg-type]
+
+
+def _raise(error: KvxferError) -> NoReturn:
+    raise error
