@@ -76,8 +76,8 @@ class Geometry:
     """The shape of one rank's cache.
 
     ``layout`` is the order of the axes of one layer, outermost first: P kv part (key, value), B block, N token in the
-    block, H head, and D, the elements of a head, always last. "PBNHD" is [2, blocks, tokens, heads, dim]. With one kv part
-    (MLA) P may be left out, with one head H too. Default: "PBNHD", or "BNHD" for one part.
+    block, H head, and D, the elements of a head, always last. "PBNHD" is [2, blocks, tokens, heads, dim]. With one kv
+    part (MLA) P may be left out, with one head H too. Default: "PBNHD", or "BNHD" for one part.
 
     ``kv_heads`` heads from ``head_start`` on, out of ``kv_heads_total`` (default: all), are held here. ``fingerprint``
     names the model, its revision, quantisation and so on (`fingerprint_of` builds it); two that differ do not match.

@@ -1,0 +1,334 @@
+"""From two cache layouts and two block tables to segments: which bytes go where.
+
+The idea: token positions are cut at every block border of either side. Between two cuts (a *piece*) both addresses are
+linear in (kv part, token, head), so a piece is two base addresses and a length, and numpy computes all pieces at once.
+Axes that run on without a gap on both sides are folded into longer fragments, the rest is written out; fragments in the
+order of the target are then merged wherever they touch on both sides. Equal layouts thus end up as whole blocks, or as
+runs of blocks, by the same path that converts unequal ones. Layers that differ only in their offsets share the work.
+
+Nothing here touches memory of a cache or waits for anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
+from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement, Strides, check_compatible
+
+__all__ = ["Batch", "Plan", "check_compatible", "contiguous_layout", "plan", "whole_layer_bytes"]
+
+LAYER_SEGMENTS_MAX = 1 << 22
+CONTIGUOUS_ALIGNMENT_BYTES = 64
+STRIDE_PAIRS_KEPT_MAX = 4
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Segments between one pair of regions (indexes into the two sides' lists of regions).
+
+    ``segments``: uint64, shape (n, 3), C order, rows [source offset, target offset, length] in bytes from the start of
+    the regions, in the order of the target; no two of them can be merged and none overlap in the target.
+    """
+
+    source_region: int
+    target_region: int
+    segments: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pieces:
+    """Stretches of tokens that lie in one block on each side; arrays of shape (n,), in the order of target blocks."""
+
+    source_block: Ints
+    source_slot: Ints
+    target_block: Ints
+    target_slot: Ints
+    tokens: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def bases(self, blocks: _Axis, tokens: _Axis) -> Ints:
+        """Offset of each piece's first token in the layer; shape (2, pieces): source, target."""
+        return np.stack(
+            [
+                self.source_block * blocks.source + self.source_slot * tokens.source,
+                self.target_block * blocks.target + self.target_slot * tokens.target,
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis that both sides share: how long it is, and bytes between neighbours on each side."""
+
+    extent: int
+    source: int
+    target: int
+
+    def runs_on(self, unit: int) -> bool:
+        """Whether ``unit`` bytes and their neighbour touch on both sides."""
+        return self.source == self.target == unit
+
+
+class Plan:
+    """What `plan` found out; `layer` writes out the segments of one layer when it is asked for.
+
+    ``tokens`` positions from ``first_token`` on are moved (0 when the tables have no position in common); ``complete``
+    says whether these are all that the target table names. ``bytes`` counts all layers.
+    """
+
+    def __init__(
+        self,
+        source: CacheLayout,
+        target: CacheLayout,
+        pieces: _Pieces,
+        *,
+        first_token: int,
+        tokens: int,
+        complete: bool,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._pieces = pieces
+        self._heads = _common_heads(source.geometry, target.geometry)
+        self._kept: dict[tuple[Strides, Strides], Ints] = {}
+        self.first_token = first_token
+        self.tokens = tokens
+        self.complete = complete
+        geometry = source.geometry
+        moved = int(pieces.tokens.sum())
+        self.layer_bytes = moved * geometry.kv_parts * len(self._heads) * geometry.head_bytes
+        self.layers = geometry.layers
+        self.bytes = self.layer_bytes * self.layers
+
+    def layer(self, index: int) -> tuple[Batch, ...]:
+        """The batches of one layer, grouped by pair of regions; () when nothing is to be moved.
+
+        Raises `TooLarge` when the layouts are so different that a layer takes more than `LAYER_SEGMENTS_MAX` segments.
+        """
+        if not isinstance(index, int) or not 0 <= index < self.layers:
+            raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=self.layers - 1)
+        if not self.layer_bytes:
+            return ()
+        source, target = self._source.placements[index], self._target.placements[index]
+        pair = (self._source.strides(index), self._target.strides(index))
+        if pair not in self._kept:
+            if len(self._kept) >= STRIDE_PAIRS_KEPT_MAX:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[pair] = self._segments(*pair)
+        segments = self._kept[pair] + np.array([source.offset, target.offset, 0], np.int64)
+        return (Batch(source_region=source.region, target_region=target.region, segments=segments.view(np.uint64)),)
+
+    def _segments(self, source: Strides, target: Strides) -> Ints:
+        """Merged segments relative to the layer's offsets, shape (n, 3)."""
+        ours, theirs = self._source.geometry, self._target.geometry
+        pieces, block_tokens = self._pieces, ours.block_tokens
+        full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
+        parts, blocks, tokens, heads = map(_Axis, (ours.kv_parts, 0, block_tokens, len(self._heads)), source, target)
+        source_head, target_head = (self._heads.start - side.head_start for side in (ours, theirs))
+        bases = pieces.bases(blocks, tokens) + _pair(source_head * heads.source, target_head * heads.target)
+        groups = [
+            _group([parts, heads, tokens], None, pieces.tokens[full], bases[:, full], ours.head_bytes),
+            _group([parts, heads], tokens, pieces.tokens[~full], bases[:, ~full], ours.head_bytes),
+        ]
+        count = sum(group.count for group in groups)
+        if count > LAYER_SEGMENTS_MAX:
+            raise TooLarge(
+                "converting between these layouts takes too many segments",
+                segments=count,
+                limit=LAYER_SEGMENTS_MAX,
+                hint="give both sides the same order of axes, or move fewer tokens at a time",
+            )
+        return _merge([group.write_out(blocks.target) for group in groups if group.count])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Group:
+    """Pieces that are written out alike: per piece a fragment of ``unit`` bytes for every index along ``axes``.
+
+    ``bases`` has shape (2, pieces). ``stepped`` is the token axis where the tokens of a piece do not touch and each needs
+    its own fragment; without it a fragment is as long as all ``tokens`` of its piece, ``unit`` bytes each. Whole blocks
+    have their tokens among the ``axes`` or folded into the unit, and count as one here.
+    """
+
+    axes: tuple[_Axis, ...]
+    stepped: _Axis | None
+    tokens: Ints
+    bases: Ints
+    unit: int
+
+    @property
+    def count(self) -> int:
+        bases = int(self.tokens.sum()) if self.stepped else len(self.tokens)
+        return bases * math.prod(axis.extent for axis in self.axes)
+
+    def write_out(self, target_block_stride: int) -> Ints:
+        """Fragments, shape (n, 3), as far as possible in the order of the target."""
+        bases, tokens = self.bases, self.tokens
+        if self.stepped:
+            index = np.repeat(np.arange(len(tokens)), tokens)
+            step = np.arange(len(index)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+            bases = bases[:, index] + _pair(self.stepped.source, self.stepped.target) * step
+            tokens = np.ones(len(index), np.int64)
+        outer = _offsets([axis for axis in self.axes if axis.target > target_block_stride])
+        inner = _offsets([axis for axis in self.axes if axis.target <= target_block_stride])
+        shape = (outer.shape[1], bases.shape[1], inner.shape[1])
+        rows = np.empty((*shape, 3), np.int64)
+        for side in (0, 1):
+            np.add(outer[side][:, None, None], bases[side][:, None], out=rows[..., side])
+            rows[..., side] += inner[side]
+        rows[..., 2] = (tokens * self.unit)[:, None]
+        return rows.reshape(-1, 3)
+
+
+def _group(axes: list[_Axis], tokens: _Axis | None, lengths: Ints, bases: Ints, unit: int) -> _Group:
+    """Fold every axis that runs on without a gap on both sides into the unit; then the tokens, if they run on too."""
+    left = [axis for axis in axes if axis.extent > 1]
+    while folded := next((axis for axis in left if axis.runs_on(unit)), None):
+        unit *= folded.extent
+        left.remove(folded)
+    if tokens is None:
+        lengths = np.ones_like(lengths)
+    stepped = tokens if tokens is not None and not tokens.runs_on(unit) else None
+    return _Group(axes=tuple(left), stepped=stepped, tokens=lengths, bases=bases, unit=unit)
+
+
+def _pair(source: int, target: int) -> Ints:
+    return np.array([[source], [target]], np.int64)
+
+
+def _offsets(axes: list[_Axis]) -> Ints:
+    """Every combination of indexes along the axes as an offset on each side; shape (2, n), ascending in the target."""
+    offsets = np.zeros((2, 1), np.int64)
+    for axis in sorted(axes, key=lambda axis: -axis.target):
+        steps = np.arange(axis.extent) * _pair(axis.source, axis.target)
+        offsets = (offsets[:, :, None] + steps[:, None, :]).reshape(2, -1)
+    return offsets
+
+
+def _merge(groups: list[Ints]) -> Ints:
+    """Sort by target offset and join neighbours that touch on both sides."""
+    rows = groups[0] if len(groups) == 1 else np.concatenate(groups)
+    if bool((rows[1:, 1] < rows[:-1, 1]).any()):
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    starts = np.flatnonzero(np.concatenate([[True], (rows[1:, :2] != ends).any(axis=1)]))
+    if len(starts) == len(rows):
+        return rows
+    merged = rows[starts]
+    merged[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return merged
+
+
+def plan(
+    source: CacheLayout,
+    source_table: BlockTable,
+    target: CacheLayout,
+    target_table: BlockTable,
+    *,
+    ignore_fingerprint: bool = False,
+) -> Plan:
+    """How to fill ``target`` from ``source``: the token positions that both tables name, the heads that both sides hold.
+
+    Raises `GeometryMismatch` when the two cannot be mapped onto each other, `OutOfRange` when a table names a block
+    that its layout does not have or more tokens than its blocks hold, `UsageError` when the target repeats a block.
+    """
+    check_compatible(source.geometry, target.geometry, ignore_fingerprint=ignore_fingerprint)
+    _check_table("source", source, source_table)
+    used = _check_table("target", target, target_table)
+    if len(np.unique(used)) != len(used):
+        ids, counts = np.unique(used, return_counts=True)
+        raise UsageError(
+            "the target table names a block twice", field="target_table.blocks", value=int(ids[counts > 1][0])
+        )
+    start = max(source_table.first_token, target_table.first_token)
+    wanted = target_table.first_token + target_table.tokens
+    stop = max(start, min(source_table.first_token + source_table.tokens, wanted))
+    pieces = _cut(start, stop, (source, source_table), (target, target_table))
+    complete = not target_table.tokens or (start, stop) == (target_table.first_token, wanted)
+    return Plan(source, target, pieces, first_token=start, tokens=stop - start, complete=complete)
+
+
+def _check_table(side: str, layout: CacheLayout, table: BlockTable) -> Ints:
+    """The blocks that hold tokens."""
+    limit = len(table.blocks) * layout.geometry.block_tokens
+    if table.tokens > limit:
+        raise OutOfRange(
+            f"the {side} table names more tokens than its blocks hold",
+            field=f"{side}_table.tokens",
+            value=table.tokens,
+            limit=limit,
+        )
+    if len(table.blocks) and int(table.blocks.max()) >= layout.blocks:
+        raise OutOfRange(
+            f"the {side} table names a block that its cache does not have",
+            field=f"{side}_table.blocks",
+            value=int(table.blocks.max()),
+            limit=layout.blocks - 1,
+        )
+    return table.blocks[: -(-table.tokens // layout.geometry.block_tokens)]
+
+
+def _cut(
+    start: int, stop: int, source: tuple[CacheLayout, BlockTable], target: tuple[CacheLayout, BlockTable]
+) -> _Pieces:
+    """Cut the positions from ``start`` to ``stop`` at the block borders of both sides."""
+    borders = [np.array([start] if stop > start else [], np.int64)]
+    for layout, table in (source, target):
+        step = layout.geometry.block_tokens
+        first = start + 1 + (table.first_token - start - 1) % step
+        borders.append(np.arange(first, stop, step, dtype=np.int64))
+    begins = np.unique(np.concatenate(borders))
+    tokens = np.diff(begins, append=stop)
+    (source_block, source_slot), (target_block, target_slot) = (_locate(begins, *side) for side in (source, target))
+    packing, block_tokens = source[0].geometry.packing, source[0].geometry.block_tokens
+    if packing:
+        if bool((source_slot != 0).any() or (target_slot != 0).any()):
+            raise GeometryMismatch(
+                "packed blocks move whole, but the blocks of the two tables do not begin at the same positions",
+                field="first_token",
+                source=source[1].first_token,
+                target=target[1].first_token,
+                packing=packing,
+            )
+        tokens = np.full_like(tokens, block_tokens)
+    order = np.lexsort((target_slot, target_block))
+    return _Pieces(
+        source_block=source_block[order],
+        source_slot=source_slot[order],
+        target_block=target_block[order],
+        target_slot=target_slot[order],
+        tokens=tokens[order],
+    )
+
+
+def _locate(positions: Ints, layout: CacheLayout, table: BlockTable) -> tuple[Ints, Ints]:
+    index, slot = np.divmod(positions - table.first_token, layout.geometry.block_tokens)
+    return table.blocks[index], slot
+
+
+def _common_heads(source: Geometry, target: Geometry) -> range:
+    """The global heads that both sides hold."""
+    end = min(source.head_start + source.kv_heads, target.head_start + target.kv_heads)
+    return range(max(source.head_start, target.head_start), end)
+
+
+def whole_layer_bytes(geometry: Geometry, blocks: int) -> int:
+    """Bytes of ``blocks`` blocks of one layer without padding."""
+    return geometry.bytes_per_block * blocks
+
+
+def contiguous_layout(geometry: Geometry, blocks: int) -> tuple[CacheLayout, int]:
+    """All layers one after the other in one region (index 0), each from a multiple of 64 bytes on; and its length."""
+    size = whole_layer_bytes(geometry, blocks)
+    step = -(-size // CONTIGUOUS_ALIGNMENT_BYTES) * CONTIGUOUS_ALIGNMENT_BYTES
+    placements = tuple(LayerPlacement(offset=layer * step) for layer in range(geometry.layers))
+    return CacheLayout(geometry=geometry, blocks=blocks, placements=placements), step * (geometry.layers - 1) + size
