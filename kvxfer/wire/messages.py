@@ -20,7 +20,8 @@ from kvxfer.config import (
 from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
 from kvxfer.errors import Field
 from kvxfer.wire.codec import MESSAGES as MESSAGES
-from kvxfer.wire.codec import OPTIONAL, Message, numbered
+from kvxfer.wire.codec import OPTIONAL, numbered
+from kvxfer.wire.codec import Message as Message
 from kvxfer.wire.codec import Unknown as Unknown
 from kvxfer.wire.codec import decode as decode
 from kvxfer.wire.codec import encode as encode

@@ -1,0 +1,441 @@
+"""One control connection as a state machine, for the side that dialled and the side that accepted.
+
+The idea: `TRANSITIONS` says which message is legal in which state and where it leads, `MAY_SEND` which messages a link
+of a given role carries in which direction, `DEADLINES` which limit of the configuration bounds each state. The code
+below only looks things up in these tables and checks what a table cannot say. It does no I/O and reads no clock:
+messages and `now` (seconds on a monotonic clock) go in, and a `Step` comes out with what to send and what happened.
+
+    dialler:   HELLO_SENT --Welcome--> PROOF_SENT --Ready--> OPEN <--> PROBING
+    acceptor:  ACCEPTED --Hello--> WELCOMED --Proof--> OPEN <--> PROBING
+    both, from anywhere: CLOSED
+
+After the handshake the session also decides about keepalive: a silent connection is probed with Ping, anything that
+arrives is a sign of life, and silence after a probe means that the peer is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvxfer.errors import (
+    AuthenticationError,
+    IdentityMismatch,
+    KvxferError,
+    NotKvxfer,
+    PeerDraining,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+    UnknownMessage,
+    UsageError,
+    VersionMismatch,
+)
+from kvxfer.wire import messages as m
+from kvxfer.wire.auth import Side, prove, transcript, verify
+from kvxfer.wire.faults import error_reply, exception_of, refusal
+from kvxfer.wire.tables import DEADLINES as DEADLINES
+from kvxfer.wire.tables import HANDSHAKE as HANDSHAKE
+from kvxfer.wire.tables import MAY_SEND as MAY_SEND
+from kvxfer.wire.tables import TRANSITIONS as TRANSITIONS
+from kvxfer.wire.tables import MessageType
+from kvxfer.wire.tables import State as State
+
+VERSIONS = (1, 1)  # the oldest and the newest protocol version that this code speaks
+FEATURES: tuple[str, ...] = ()
+LATE_PROBES_MAX = 2  # times that a probe is repeated because this side slept through its deadline
+
+
+# -- what goes in and comes out ---------------------------------------------------------------------------------------
+
+
+class Limits(Protocol):
+    """Durations in seconds, by the names of their options; a `Config` has them."""
+
+    @property
+    def handshake_s(self) -> float: ...
+    @property
+    def keepalive_s(self) -> float: ...
+    @property
+    def keepalive_live_s(self) -> float: ...
+    @property
+    def dead_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Who one side of a connection is. Of an acceptor, the other side learns only node id and incarnation."""
+
+    role: str = "peer"
+    node_id: str = ""
+    incarnation: str
+    name: str = ""
+    pid: int = 0
+    engine_id: str = ""
+    counters_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Established:
+    """The handshake is done; from here on `Deliver` and `Closed` follow, and frames may be long."""
+
+    peer: Facts
+    version: int
+    features: tuple[str, ...]
+    session: str
+    authenticated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """A message for whoever uses the connection: everything but Ping, Pong and the handshake."""
+
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The connection has ended: send what the step says, then close. `error` is the reason, for everyone who waits."""
+
+    error: KvxferError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The outcome of one input: messages to send, in order, and at most one event."""
+
+    send: tuple[m.Message, ...] = ()
+    event: Established | Deliver | Closed | None = None
+
+
+_NOTHING = Step()
+
+
+class Session:
+    """The protocol of one connection.
+
+    ``secret`` empty or None: none. ``auth_required`` (by default: whether there is a secret) makes an acceptor demand
+    the dialler's proof, and makes a dialler refuse an acceptor that offers none; a dialler with a secret proves itself
+    whenever it is asked. ``nonce`` is 32 fresh random bytes, ``session_id`` (acceptor) 32 fresh hex digits.
+    ``expected_node_id`` (dialler) refuses any other node. ``accept_roles`` (acceptor) are the link roles that may
+    connect here.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        facts: Facts,
+        limits: Limits,
+        *,
+        nonce: bytes,
+        now: float,
+        session_id: str = "",
+        secret: bytes | None = None,
+        auth_required: bool | None = None,
+        expected_node_id: str = "",
+        accept_roles: Collection[str] = m.LINK_ROLES,
+        versions: tuple[int, int] = VERSIONS,
+        features: Sequence[str] = FEATURES,
+    ) -> None:
+        self.side: Side = side
+        self.facts = facts
+        self.state = State.HELLO_SENT if side == "dialler" else State.ACCEPTED
+        self.link_role = facts.role if side == "dialler" else ""
+        self.urgent = False
+        self.goodbye: str | None = None  # the peer's reason, once it has said that it will leave
+        self._limits = limits
+        self._nonce = nonce
+        self._session_id = session_id
+        self._secret = secret or b""
+        self._auth_required = bool(self._secret) if auth_required is None else auth_required
+        self._expected_node_id = expected_node_id
+        self._accept_roles = accept_roles
+        self._versions = versions
+        self._features = tuple(features)
+        self._keepalive_s = limits.keepalive_s
+        self._since = now  # start of the handshake; later: last sign of life, or the last probe
+        self._probes = self._late_probes = 0
+        self._peer: Facts | None = None
+        self._hello: m.Hello | None = None
+        self._welcome: m.Welcome | None = None
+        if self._auth_required and not self._secret and side == "acceptor":
+            raise UsageError("an acceptor that requires authentication needs a secret")
+
+    # -- driving it ----------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> tuple[m.Message, ...]:
+        """What to send first (after the preamble, for a dialler)."""
+        self._since = now
+        if self.side == "acceptor":
+            return ()
+        mine = self.facts
+        self._hello = m.Hello(
+            version_min=self._versions[0],
+            version_max=self._versions[1],
+            features=self._features,
+            role=mine.role,
+            node_id=mine.node_id,
+            incarnation=mine.incarnation,
+            nonce=self._nonce,
+            name=mine.name,
+            pid=mine.pid,
+            engine_id=mine.engine_id,
+            counters_path=mine.counters_path,
+        )
+        return (self._hello,)
+
+    def receive(self, message: m.Message | m.Unknown, now: float) -> Step:
+        """One message has arrived. Never raises: a bad message gives `Closed` with a `ProtocolError`."""
+        state = self.state
+        if state is State.CLOSED:
+            return _NOTHING
+        self.heard(now)
+        if isinstance(message, m.Unknown):
+            return self._receive_unknown(message)
+        kind = type(message)
+        following = TRANSITIONS.get((state, kind))
+        if following is None:
+            return self.fail(ProtocolError(f"{kind.__name__} is out of place", kind=kind.__name__, state=state.value))
+        if state in HANDSHAKE:
+            try:
+                step = _HANDLERS[kind](self, message)
+            except KvxferError as wrong:
+                return self.fail(wrong)
+            if self.state is not State.CLOSED:
+                self.state = following
+            return step
+        return self._receive_open(message)
+
+    def heard(self, now: float) -> None:
+        """Bytes have arrived, even if they are no complete message yet: a sign of life."""
+        if self.state is State.PROBING:
+            self.state = State.OPEN
+        if self.state is State.OPEN:
+            self._since = now
+            self._late_probes = 0
+
+    def set_urgent(self, urgent: bool) -> None:
+        """While something live depends on the peer, silence is probed after `keepalive_live_s`. Changes `deadline`."""
+        self.urgent = urgent
+
+    def deadline(self) -> float | None:
+        """When `tick` is due, on the clock of `now`; None when closed."""
+        if self.state is State.CLOSED:
+            return None
+        if self.state is State.OPEN:
+            return self._since + self.keepalive_s
+        return self._since + float(getattr(self._limits, DEADLINES[self.state]))
+
+    @property
+    def keepalive_s(self) -> float:
+        """How long a silence is left alone at present: the shorter of both sides' settings."""
+        return min(self._keepalive_s, self._limits.keepalive_live_s) if self.urgent else self._keepalive_s
+
+    def tick(self, now: float) -> Step:
+        """Time has passed. Does nothing before `deadline`."""
+        due = self.deadline()
+        if due is None or now < due:
+            return _NOTHING
+        if self.state is State.OPEN:
+            return self._probe(now)
+        dead_s = self._limits.dead_s
+        if self.state is State.PROBING:
+            if now - due > dead_s / 4 and self._late_probes < LATE_PROBES_MAX:
+                # So late that this side slept, not the peer: its answer may lie unread in the socket.
+                self._late_probes += 1
+                return self._probe(now)
+            return self.fail(PeerLost("the peer gave no sign of life", probed_s=dead_s, keepalive_s=self.keepalive_s))
+        limit = self._limits.handshake_s
+        error = PeerUnreachable if self.side == "dialler" else PeerLost
+        return self.fail(error(f"the handshake took too long: still {self.state.value}", limit_s=limit))
+
+    def fail(self, error: KvxferError) -> Step:
+        """End the connection because of an error on this side (the decoder's, for one); the peer is told if it
+        listens."""
+        if self.state is State.CLOSED:
+            return _NOTHING
+        before, self.state = self.state, State.CLOSED
+        silent = before is State.ACCEPTED and isinstance(error, NotKvxfer | PeerLost)
+        if silent or before is State.PROBING or isinstance(error, NotKvxfer):
+            return Step(event=Closed(error=error))
+        notice = refusal(error) if before in HANDSHAKE else error_reply(error)
+        return Step(send=(notice,), event=Closed(error=error))
+
+    def end(self, buffered: int = 0) -> Step:
+        """The stream has ended. ``buffered``: bytes of an unfinished message."""
+        if self.state is State.CLOSED:
+            return _NOTHING
+        before, self.state = self.state, State.CLOSED
+        error: KvxferError
+        if self.goodbye is not None:
+            error = PeerDraining(f"the peer has left: {self.goodbye}" if self.goodbye else "the peer has left")
+        elif buffered:
+            error = PeerLost("the connection ended in the middle of a message", bytes=buffered)
+        elif before in HANDSHAKE:
+            error = PeerLost(f"the connection ended during the handshake, {before.value}")
+        else:
+            error = PeerLost("the connection ended")
+        return Step(event=Closed(error=error))
+
+    def check_send(self, message: m.Message) -> None:
+        """Raises `UsageError` when this side may not send this message, so that no peer has to complain about it."""
+        if type(message) not in MAY_SEND.get((self.link_role, self.side), ()):
+            what = type(message).__name__
+            raise UsageError(f"{what} is not for this side of a link", kind=what, role=self.link_role, side=self.side)
+
+    # -- the handshake -------------------------------------------------------------------------------------------------
+
+    def _on_hello(self, hello: m.Hello) -> Step:
+        low, high = max(hello.version_min, self._versions[0]), min(hello.version_max, self._versions[1])
+        if hello.version_min > hello.version_max:
+            raise ProtocolError("Hello has an empty range of versions", kind="Hello", field="version_min")
+        if low > high:
+            raise self._version_mismatch(hello.version_min, hello.version_max)
+        if hello.role not in self._accept_roles:
+            raise ProtocolError(f"no {hello.role} may connect here", kind="Hello", field="role")
+        if hello.role == "peer" and not hello.node_id:
+            raise ProtocolError("a peer must say its node id", kind="Hello", field="node_id")
+        self._hello = hello
+        self.link_role = hello.role
+        self._peer = Facts(
+            role=hello.role,
+            node_id=hello.node_id,
+            incarnation=hello.incarnation,
+            name=hello.name,
+            pid=hello.pid,
+            engine_id=hello.engine_id,
+            counters_path=hello.counters_path,
+        )
+        self._welcome = self._make_welcome(hello, high)
+        return Step(send=(self._welcome,))
+
+    def _make_welcome(self, hello: m.Hello, version: int) -> m.Welcome:
+        mine, required = self.facts, self._auth_required
+        common = tuple(name for name in self._features if name in hello.features)
+        auth = "hmac" if required else "none"
+
+        def made(proof: bytes) -> m.Welcome:
+            return m.Welcome(
+                version=version,
+                features=common,
+                node_id=mine.node_id,
+                incarnation=mine.incarnation,
+                nonce=self._nonce,
+                auth=auth,
+                proof=proof,
+            )
+
+        return made(prove(self._secret, "acceptor", transcript(hello, made(b"")))) if required else made(b"")
+
+    def _on_welcome(self, welcome: m.Welcome) -> Step:
+        hello = self._hello
+        if hello is None:
+            raise ProtocolError("Welcome came before Hello was sent", kind="Welcome")
+        if not self._versions[0] <= welcome.version <= self._versions[1]:
+            raise self._version_mismatch(welcome.version, welcome.version)
+        if not set(welcome.features) <= set(hello.features):
+            raise ProtocolError("Welcome has features that were not offered", kind="Welcome", field="features")
+        said = transcript(hello, welcome)
+        self._check_acceptor(welcome, said)
+        if self._expected_node_id and welcome.node_id != self._expected_node_id:
+            raise IdentityMismatch(
+                "another node answers at this address", expected=self._expected_node_id, actual=welcome.node_id
+            )
+        self._welcome = welcome
+        self._peer = Facts(node_id=welcome.node_id, incarnation=welcome.incarnation)
+        proof = prove(self._secret, "dialler", said) if welcome.auth == "hmac" else b""
+        return Step(send=(m.Proof(proof=proof),))
+
+    def _check_acceptor(self, welcome: m.Welcome, said: bytes) -> None:
+        if welcome.auth == "none":
+            if self._auth_required:
+                raise AuthenticationError("the peer does not ask for the shared secret, but this side requires it")
+            return
+        if not self._secret:
+            hint = "set secret_file to the file that the other nodes use"
+            raise AuthenticationError("the peer requires the shared secret, and this side has none", hint=hint)
+        if not verify(self._secret, "acceptor", said, welcome.proof):
+            raise AuthenticationError("the peer's shared secret is not the same as this side's")
+
+    def _on_proof(self, proof: m.Proof) -> Step:
+        assert self._hello is not None
+        assert self._welcome is not None
+        if self._auth_required:
+            said = transcript(self._hello, self._welcome)
+            if not verify(self._secret, "dialler", said, proof.proof):
+                raise AuthenticationError("the dialler's shared secret is missing or not the same as this side's")
+        ready = m.Ready(session=self._session_id, keepalive_s=self._keepalive_s)
+        return Step(send=(ready,), event=self._established(self._session_id))
+
+    def _on_ready(self, ready: m.Ready) -> Step:
+        self._keepalive_s = min(self._keepalive_s, max(ready.keepalive_s, self._limits.keepalive_live_s))
+        return Step(event=self._established(ready.session))
+
+    def _on_refuse(self, refuse: m.Refuse) -> Step:
+        self.state = State.CLOSED
+        return Step(event=Closed(error=exception_of(refuse)))
+
+    def _established(self, session: str) -> Established:
+        assert self._peer is not None
+        assert self._welcome is not None
+        welcome = self._welcome
+        return Established(
+            peer=self._peer,
+            version=welcome.version,
+            features=welcome.features,
+            session=session,
+            authenticated=welcome.auth == "hmac",
+        )
+
+    def _version_mismatch(self, low: int, high: int) -> VersionMismatch:
+        mine, other = self._versions, _other(self.side)
+        error = VersionMismatch(
+            f"no common protocol version: the {self.side} speaks {mine[0]} to {mine[1]}, the {other} {low} to {high}"
+        )
+        error.fields.update({f"{self.side}_min": mine[0], f"{self.side}_max": mine[1]})
+        error.fields.update({f"{other}_min": low, f"{other}_max": high})
+        return error
+
+    # -- after the handshake -------------------------------------------------------------------------------------------
+
+    def _receive_open(self, message: m.Message) -> Step:
+        if type(message) not in MAY_SEND[self.link_role, _other(self.side)]:
+            what, role = type(message).__name__, self.link_role
+            return self.fail(ProtocolError(f"the peer may not send {what} on a {role} link", kind=what, role=role))
+        if isinstance(message, m.Ping):
+            return Step(send=(m.Pong(rid=message.rid),))
+        if isinstance(message, m.Pong):
+            return _NOTHING
+        if isinstance(message, m.Goodbye):
+            self.goodbye = message.reason
+        elif isinstance(message, m.Error) and message.rid == 0:
+            self.state = State.CLOSED
+            return Step(event=Closed(error=exception_of(message)))
+        return Step(event=Deliver(message=message))
+
+    def _receive_unknown(self, message: m.Unknown) -> Step:
+        error = UnknownMessage("a message type that this version does not know", number=message.number)
+        if self.state in HANDSHAKE:
+            return self.fail(error)
+        # A request is answered, so that its sender need not wait for its deadline; anything else can be ignored.
+        return Step(send=(error_reply(error, message.rid),)) if message.rid else _NOTHING
+
+    def _probe(self, now: float) -> Step:
+        self.state = State.PROBING
+        self._since = now
+        self._probes += 1
+        return Step(send=(m.Ping(rid=self._probes),))
+
+
+def _other(side: Side) -> Side:
+    return "acceptor" if side == "dialler" else "dialler"
+
+
+_HANDLERS: Mapping[MessageType, Callable[..., Step]] = {
+    m.Hello: Session._on_hello,
+    m.Welcome: Session._on_welcome,
+    m.Proof: Session._on_proof,
+    m.Ready: Session._on_ready,
+    m.Refuse: Session._on_refuse,
+}
