@@ -55,7 +55,9 @@ class Adoption:
             descriptor, raw = _parse(body)
             self.layout = CacheLayout.from_dict(raw["layout"])
             self.table = BlockTable.from_dict(raw["table"])
-            view = await asyncio.wait_for(self._client.plane.map(descriptor), deadline.require("the landing was mapped"))
+            view = await asyncio.wait_for(
+                self._client.plane.map(descriptor), deadline.require("the landing was mapped")
+            )
         except BaseException:
             self._settle()
             raise

@@ -33,7 +33,7 @@ from kvxfer.memory import borrow
 from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind, RegionInfo
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
-from kvxfer.paths import counters_path, daemon_socket, socket_dir
+from kvxfer.paths import counters_path, daemon_socket
 from kvxfer.peer import Peer, as_node
 from kvxfer.publish import Publication, Pull, Pulled, as_ticket
 from kvxfer.push import Push
@@ -67,20 +67,26 @@ class Client:
     # -- life -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Client:
-        directory = socket_dir(self.config) if self._socket is None else self._socket.parent
-        socket = daemon_socket(directory) if self._socket is None else self._socket
+        socket = daemon_socket(self.config) if self._socket is None else self._socket
+        directory = socket.parent
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
         facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
         # The daemon first: without it there is nothing to clean up, and it knows what to advertise.
-        engine = Engine(EngineConfig.from_config(self.config, engine_id, socket_dir=str(directory), counters_path=str(counters)))
+        engine = Engine(
+            EngineConfig.from_config(self.config, engine_id, socket_dir=str(directory), counters_path=str(counters))
+        )
         self._engine = engine
         try:
             await control.start()
             self._control = control
             self._plane = DataPlane(
-                engine, node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise
+                engine,
+                self.config,
+                node_id=control.node_id,
+                incarnation=control.incarnation,
+                advertise=control.advertise,
             )
             self._mailboxes = Mailboxes(control, self.config)
         except BaseException:

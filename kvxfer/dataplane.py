@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.addresses import format_address, parse_address
+from kvxfer.admission import Admission, Permit
+from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,
     ClosedError,
     Field,
     KvxferError,
-    PeerBackpressure,
     PeerError,
     PeerUnreachable,
     ProtocolError,
@@ -39,7 +40,6 @@ from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
 IMPORTS_IDLE_MAX = 4096
-QUEUED_PARTS_MAX = 65536
 Segments = npt.NDArray[np.uint64]
 ImportKey = tuple[str, int, int]
 WILDCARDS = ("0.0.0.0", "::")
@@ -79,6 +79,23 @@ class Part:
     notify: tuple[int, int] | None = None
     check: bool = False
 
+    @property
+    def size(self) -> int:
+        """Bytes to move."""
+        if self.span is not None:
+            return self.span[2]
+        return 0 if self.segments is None else int(self.segments[:, 2].sum())
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A part on its way into the engine: the import that it uses, and its place in the peer's window if it needs one."""
+
+    transfer: Transfer
+    part: Part
+    ready: Import
+    permit: Permit | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -96,6 +113,7 @@ class DataPlane:
     def __init__(
         self,
         engine: Engine,
+        config: Config,
         *,
         node_id: str,
         incarnation: str,
@@ -115,7 +133,11 @@ class DataPlane:
         self._connecting: dict[tuple[str, int, str], asyncio.Future[Route]] = {}
         self._imports: OrderedDict[ImportKey, Import] = OrderedDict()
         self._resolving: dict[ImportKey, asyncio.Future[Import]] = {}
-        self._queued: deque[tuple[Transfer, Part, Import]] = deque()
+        self._admission = Admission(config)
+        self._small_bytes = config.inline_bytes_max
+        self._window_bytes = min(config.window_bytes_max, config.inflight_bytes_max)
+        self._in_line: dict[Permit, Work] = {}  # waiting for the peer's window
+        self._full: deque[Work] = deque()  # admitted, but the engine had no room
         self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
         self._by_region: dict[int, set[Transfer]] = {}
         self._grant_watchers: dict[int, Callable[[Event], None]] = {}
@@ -188,10 +210,10 @@ class DataPlane:
         for part in parts:
             descriptor = part.descriptor
             ready = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
-            if ready is not None and not self._queued:
-                self._submit(transfer, part, ready)
+            if ready is not None:
+                self._admit(Work(transfer, part, ready))
             else:
-                self._start_slow(transfer, part, ready)
+                self._resolve_first(transfer, part)
         if not transfer.settled:
             transfer.arm(timeout, asyncio.get_running_loop())
             self._pin(transfer, parts)
@@ -216,10 +238,11 @@ class DataPlane:
         """Parts that have not reached the engine end now."""
         for task in tuple(self._workers.get(transfer, ())):
             task.cancel()
-        mine = [entry for entry in self._queued if entry[0] is transfer]
-        for entry in mine:
-            self._queued.remove(entry)
-            entry[2].users -= 1
+        mine = [work for work in (*self._in_line.values(), *self._full) if work.transfer is transfer]
+        for work in mine:
+            if work in self._full:
+                self._full.remove(work)
+            self._leave(work)
             transfer.part_ended(None, 0, transfer.cancelling)
 
     def drain(self) -> None:
@@ -227,10 +250,7 @@ class DataPlane:
         if not self._closed:
             self.engine.drain()
 
-    def _start_slow(self, transfer: Transfer, part: Part, ready: Import | None) -> None:
-        if ready is not None:
-            self._enqueue(transfer, part, ready)
-            return
+    def _resolve_first(self, transfer: Transfer, part: Part) -> None:
         task = self._tasks.spawn(self._resolve_and_submit(transfer, part), f"resolve grant {part.descriptor.grant}")
         self._workers.setdefault(transfer, set()).add(task)
         task.add_done_callback(partial(self._worker_ended, transfer))
@@ -251,11 +271,34 @@ class DataPlane:
             closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
             transfer.part_ended(None, 0, transfer.cancelling or closing)
         else:
-            self._submit(transfer, part, ready)
+            self._admit(Work(transfer, part, ready))
 
-    def _submit(self, transfer: Transfer, part: Part, ready: Import) -> None:
+    def _admit(self, work: Work) -> None:
+        """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
+        size = work.part.size
+        if size > self._small_bytes:
+            peer = work.ready.route.engine_id
+            now = asyncio.get_running_loop().time()
+            try:
+                # A part larger than the window has the window for itself.
+                work.permit, verdict = self._admission.admit(peer, min(size, self._window_bytes), now)
+            except KvxferError as error:
+                work.transfer.part_ended(None, 0, error)
+                return
+            if verdict == "queued":
+                work.ready.users += 1
+                self._in_line[work.permit] = work
+                return
+        if self._full:
+            work.ready.users += 1
+            self._full.append(work)
+        else:
+            self._submit(work)
+
+    def _submit(self, work: Work) -> None:
+        transfer, part, ready = work.transfer, work.part, work.ready
         if transfer.cancelling is not None:
-            transfer.part_ended(None, 0, transfer.cancelling)
+            self._end(work, None, 0, transfer.cancelling)
             return
         transfer.transport = ready.route.info.name
         try:
@@ -269,36 +312,63 @@ class DataPlane:
                     part.kind, part.region, ready.handle, part.segments, notify=part.notify, check=part.check
                 )
         except BusyError:
-            self._enqueue(transfer, part, ready)
+            ready.users += 1
+            self._full.append(work)
             return
         except KvxferError as error:
-            transfer.part_ended(None, 0, error)
+            self._end(work, None, 0, error)
             return
         if isinstance(result, Event):
-            self._finish(transfer, None, ready, result)
+            self._finish(work, None, result)
             return
         token, completion = result
         ready.users += 1
         transfer.add_token(token)
-        completion.add_done_callback(partial(self._completed, transfer, token, ready))
+        completion.add_done_callback(partial(self._completed, work, token))
 
-    def _enqueue(self, transfer: Transfer, part: Part, ready: Import) -> None:
-        if len(self._queued) >= QUEUED_PARTS_MAX:
-            error = PeerBackpressure("too many transfers are waiting for the engine", limit=QUEUED_PARTS_MAX)
-            transfer.part_ended(None, 0, error)
+    def _completed(self, work: Work, token: int, completion: asyncio.Future[Event]) -> None:
+        work.ready.users -= 1
+        self._finish(work, token, completion.result())
+        self._retry_full()
+
+    def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
+        """One part is over: its place in the window goes to whoever is next."""
+        permit, work.permit = work.permit, None
+        started = [] if permit is None else self._admission.done(permit)
+        work.transfer.part_ended(token, moved_bytes, error)
+        self._start_admitted(started)
+
+    def _leave(self, work: Work) -> None:
+        """A part that waits is given up before it reached the engine."""
+        work.ready.users -= 1
+        permit, work.permit = work.permit, None
+        if permit is None:
             return
-        ready.users += 1
-        self._queued.append((transfer, part, ready))
+        waited = self._in_line.pop(permit, None) is not None
+        self._start_admitted(self._admission.abandon(permit) if waited else self._admission.done(permit))
 
-    def _completed(self, transfer: Transfer, token: int, ready: Import, completion: asyncio.Future[Event]) -> None:
-        ready.users -= 1
-        self._finish(transfer, token, ready, completion.result())
-        self._pump()
+    def _start_admitted(self, permits: Sequence[Permit]) -> None:
+        for permit in permits:
+            work = self._in_line.pop(permit)
+            work.ready.users -= 1
+            self._submit(work)
 
-    def _finish(self, transfer: Transfer, token: int | None, ready: Import, event: Event) -> None:
+    def _retry_full(self) -> None:
+        """The engine may have room again: first come, first served."""
+        for _ in range(len(self._full)):
+            before = len(self._full)
+            work = self._full.popleft()
+            work.ready.users -= 1
+            self._submit(work)
+            if len(self._full) >= before:
+                self._full.rotate(1)
+                return
+
+    def _finish(self, work: Work, token: int | None, event: Event) -> None:
         if event.status == 0:
-            transfer.part_ended(token, event.bytes, None)
+            self._end(work, token, event.bytes, None)
             return
+        transfer, ready = work.transfer, work.ready
         error = error_for(
             event.status,
             sys_errno=event.sys_errno,
@@ -311,18 +381,7 @@ class DataPlane:
             self._drop_import(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
             error = transfer.cancelling
-        transfer.part_ended(token, event.bytes, error)
-
-    def _pump(self) -> None:
-        while self._queued:
-            before = len(self._queued)
-            transfer, part, ready = self._queued.popleft()
-            ready.users -= 1
-            self._submit(transfer, part, ready)
-            if len(self._queued) >= before:
-                # Still full: it was put back at the end, but its turn is first.
-                self._queued.rotate(1)
-                return
+        self._end(work, token, event.bytes, error)
 
     def _pin(self, transfer: Transfer, parts: Sequence[Part]) -> None:
         regions = {part.region for part in parts if part.region}
@@ -382,9 +441,7 @@ class DataPlane:
                 except (PeerError, ProtocolError, TransportError) as error:
                     reasons.append(f"{info.name} {endpoint}: {error.message}")
                     continue
-                self.choices[descriptor.engine_id] = Choice(
-                    descriptor.engine_id, info.name, endpoint, tuple(reasons)
-                )
+                self.choices[descriptor.engine_id] = Choice(descriptor.engine_id, info.name, endpoint, tuple(reasons))
                 return found
         offered = ", ".join(descriptor.endpoints)
         raise PeerUnreachable(
@@ -406,9 +463,7 @@ class DataPlane:
             self._tasks.spawn(self._connect_once(key, info, pending), f"connect {info.name} {endpoint}")
         return await asyncio.shield(pending)
 
-    async def _connect_once(
-        self, key: tuple[str, int, str], info: TransportInfo, done: asyncio.Future[Route]
-    ) -> None:
+    async def _connect_once(self, key: tuple[str, int, str], info: TransportInfo, done: asyncio.Future[Route]) -> None:
         engine_id, _, endpoint = key
         try:
             peer, completion = self.engine.connect(info.index, endpoint)
@@ -439,9 +494,7 @@ class DataPlane:
         event = await asyncio.shield(completion)
         if event.status != 0:
             self.engine.release_import(handle)
-            raise error_for(
-                event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name
-            )
+            raise error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
         route.imports.add(key)
         return Import(key, route, handle, descriptor.length)
 
@@ -503,9 +556,11 @@ class DataPlane:
         if self._closed:
             return
         await self._tasks.aclose()
-        queued, self._queued = list(self._queued), deque()
-        for transfer, _, _ in queued:
-            transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=transfer.op_id))
+        waiting = [*self._in_line.values(), *self._full]
+        self._in_line.clear()
+        self._full.clear()
+        for work in waiting:
+            work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
         self.engine.close()
 

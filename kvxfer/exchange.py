@@ -94,7 +94,9 @@ def layer_parts(plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Post
     parts = []
     for batch in plan.layer(layer):
         put = kind is OpKind.PUT
-        local, remote = (batch.source_region, batch.target_region) if put else (batch.target_region, batch.source_region)
+        local, remote = (
+            (batch.source_region, batch.target_region) if put else (batch.target_region, batch.source_region)
+        )
         segments = batch.segments if put else np.ascontiguousarray(batch.segments[:, [1, 0, 2]])
         if remote >= len(peer.descriptors):
             raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=remote)

@@ -82,4 +82,6 @@ class Mailboxes:
 
 def _check_channel(channel: object) -> None:
     if not isinstance(channel, str) or not 0 < len(channel) <= CHANNEL_CHARS_MAX:
-        raise UsageError(f"channel must be 1 to {CHANNEL_CHARS_MAX} characters", field="channel", value=repr(channel)[:40])
+        raise UsageError(
+            f"channel must be 1 to {CHANNEL_CHARS_MAX} characters", field="channel", value=repr(channel)[:40]
+        )

@@ -42,7 +42,15 @@ class Landing:
     """
 
     def __init__(
-        self, client: Client, request_id: str, cache: KVCache, table: BlockTable, *, lease_s: float, timeout: float, check: bool
+        self,
+        client: Client,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float,
+        timeout: float,
+        check: bool,
     ) -> None:
         self._client = client
         self._cache = cache
@@ -167,7 +175,9 @@ class Landing:
             self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
         elif event.what == "expired":
             self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
-        elif event.what == "orphaned" and not any(self._client.plane.engine.attached(grant) > 0 for grant in self._grants):
+        elif event.what == "orphaned" and not any(
+            self._client.plane.engine.attached(grant) > 0 for grant in self._grants
+        ):
             self._fail(PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen)))
 
     def _deadline_fired(self) -> None:

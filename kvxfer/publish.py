@@ -41,7 +41,15 @@ class Publication:
     """
 
     def __init__(
-        self, client: Client, request_id: str, cache: KVCache, table: BlockTable, *, lease_s: float, consumers: int, check: bool
+        self,
+        client: Client,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float,
+        consumers: int,
+        check: bool,
     ) -> None:
         if consumers < 1:
             raise UsageError("a ticket needs at least one consumer", field="consumers", value=consumers)
@@ -310,7 +318,9 @@ class Pull:
             raise self._error
 
     async def _abort(self, claim: ClaimHandle, cause: BaseException) -> None:
-        error = cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
+        error = (
+            cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
+        )
         self._fail(error)
         settling = asyncio.ensure_future(gather_settled(self._running))
         try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvxfer import tags
 from kvxfer.control import ClaimHandle
+from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, TransferCancelled, UsageError, from_code
@@ -26,7 +27,6 @@ from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout, plan
 from kvxfer.region import KVCache
 from kvxfer.transfer import Transfer, gather_settled
-from kvxfer.dataplane import Part
 from kvxfer.wire.messages import Claim, Land, PostingEvent
 
 if TYPE_CHECKING:
@@ -122,11 +122,15 @@ class Push:
             return claim, await self._unpack(claim, body)
         layout, table, length = landing_layout(self._cache.layout, self._table)
         wanted = msgpack.packb({"layout": layout.to_dict(), "table": table.to_dict()})
-        request = Land(node=self._to, key=self.request_id, length=length, body=wanted, lease_s=self._client.config.lease_s)
+        request = Land(
+            node=self._to, key=self.request_id, length=length, body=wanted, lease_s=self._client.config.lease_s
+        )
         claim, body = await control.claim(request, deadline, self._on_claim)
         raw = unpack_map(body, "landing")
         descriptor = RemoteDescriptor.from_dict(raw.get("descriptor", {}))
-        return claim, Posting(layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity)
+        return claim, Posting(
+            layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity
+        )
 
     async def _unpack(self, claim: ClaimHandle, body: bytes) -> Posting:
         try:
@@ -157,7 +161,9 @@ class Push:
         self._raise_if_failed()
 
     def _submit(self, index: int) -> Transfer:
-        assert self._plan is not None and self._peer is not None and self._claim is not None and self._deadline is not None
+        assert (
+            self._plan is not None and self._peer is not None and self._claim is not None and self._deadline is not None
+        )
         parts = layer_parts(self._plan, index, OpKind.PUT, self._cache, self._peer)
         tag = tags.pack(tags.LAYER, self._claim.claim, index)
         peer, check = self._peer, self._peer.check
@@ -223,7 +229,9 @@ class Push:
                 transfer.request_cancel(error)
 
     async def _abort(self, cause: BaseException) -> None:
-        error = cause if isinstance(cause, KvxferError) else TransferCancelled(f"the push was aborted: {cause!r}", by="us")
+        error = (
+            cause if isinstance(cause, KvxferError) else TransferCancelled(f"the push was aborted: {cause!r}", by="us")
+        )
         self._fail(error)
         # Told only when nothing of ours moves any more; a peer that is frozen must not hold us here for ever.
         waiting = asyncio.ensure_future(gather_settled(tuple(self._running)))
@@ -249,9 +257,7 @@ def landing_layout(source: CacheLayout, table: BlockTable) -> tuple[CacheLayout,
     first = table.first_token % block_tokens
     blocks = max(1, -(-(first + table.tokens) // block_tokens))
     layout, length = contiguous_layout(source.geometry, blocks)
-    ordered = BlockTable(
-        blocks=np.arange(blocks, dtype=np.int64), tokens=table.tokens, first_token=table.first_token
-    )
+    ordered = BlockTable(blocks=np.arange(blocks, dtype=np.int64), tokens=table.tokens, first_token=table.first_token)
     if length <= 0:
         raise ProtocolError("a landing needs at least one byte")
     return layout, ordered, length

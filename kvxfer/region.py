@@ -25,7 +25,9 @@ def check_span(offset: object, length: object, limit: int, what: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidLength(f"{what}: {name} must be an integer", field=name, value=repr(value)[:80])
         if not least <= value <= U64_MAX:
-            raise InvalidLength(f"{what}: {name} must be {least} to 2^64-1 bytes", field=name, value=value, limit=U64_MAX)
+            raise InvalidLength(
+                f"{what}: {name} must be {least} to 2^64-1 bytes", field=name, value=value, limit=U64_MAX
+            )
     assert isinstance(offset, int) and isinstance(length, int)
     if length > limit or offset > limit - length:
         raise OutOfRange(f"{what}: the span leaves it", offset=offset, length=length, limit=limit)
@@ -165,7 +167,10 @@ class KVCache:
         highest = max(placement.region for placement in layout.placements)
         if highest >= len(found):
             raise GeometryMismatch(
-                "the layout refers to a region that was not given", field="placements.region", value=highest, limit=len(found) - 1
+                "the layout refers to a region that was not given",
+                field="placements.region",
+                value=highest,
+                limit=len(found) - 1,
             )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)

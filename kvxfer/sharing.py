@@ -58,9 +58,7 @@ async def share_region(client: Client, region: Region, name: str, access: str, l
     descriptor = region.descriptor(access)
     body: bytes = msgpack.packb(descriptor.to_dict())
     try:
-        handle = await client.control.post(
-            "region", name, body, lease_s=lease_s, claims_max=0, on_event=_ignore_claims
-        )
+        handle = await client.control.post("region", name, body, lease_s=lease_s, claims_max=0, on_event=_ignore_claims)
     except BaseException:
         client.plane.revoke_in_background(descriptor.grant)
         raise

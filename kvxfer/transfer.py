@@ -108,7 +108,9 @@ class Transfer:
             await asyncio.shield(self._settled)
 
     def __repr__(self) -> str:
-        return f"<Transfer {self.op_id} {self.state} peer={self.peer} transport={self.transport} bytes={self.bytes_done}>"
+        return (
+            f"<Transfer {self.op_id} {self.state} peer={self.peer} transport={self.transport} bytes={self.bytes_done}>"
+        )
 
     # -- for the data plane --------------------------------------------------------------------------
 

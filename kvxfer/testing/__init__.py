@@ -1,0 +1,1 @@
+"""Helpers for tests of kvxfer and of its users: real daemons and workers as processes."""

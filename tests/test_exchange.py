@@ -1,0 +1,313 @@
+"""Whole caches: push layer by layer, pull by ticket, adopt; and what either side is told when the other one ends early."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvxfer.errors import (
+    AccessDenied,
+    GeometryMismatch,
+    KvxferError,
+    LeaseExpired,
+    RegionBusy,
+    TransferCancelled,
+    TransferTimeout,
+    UnknownTransfer,
+    UsageError,
+)
+from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
+
+TRANSPORTS = ["shm", "tcp"]
+POOL = 12
+TOKENS = 70
+
+
+async def prepared(a: kvxfer.Client, b: kvxfer.Client, **target: object):
+    """A filled cache on A, an empty one on B, and a block table for each."""
+    geometry = small_geometry()
+    source, sink = await make_cache(a, geometry, POOL), await make_cache(b, small_geometry(**target), POOL)
+    values = np.random.default_rng(5).standard_normal(len(source.regions[0]) // 4).astype(np.float32)
+    source.regions[0].array[:] = values.view(np.uint8)
+    return source, scattered(1, POOL, TOKENS, 16), sink, scattered(2, POOL, TOKENS, sink.layout.geometry.block_tokens)
+
+
+def assert_same(source, source_table, sink, sink_table) -> None:
+    for layer in range(source.layout.geometry.layers):
+        assert np.array_equal(tokens_of(source, source_table, layer), tokens_of(sink, sink_table, layer)), layer
+
+
+async def gauges_are_clean(client: kvxfer.Client) -> None:
+    """After a flow nothing stays pinned, quarantined, granted or in flight."""
+    for _ in range(200):
+        counters = client.plane.engine.counters()
+        left = (client.ledger.pinned_blocks, client.ledger.quarantined_blocks, counters.grants, counters.inflight)
+        if left == (0, 0, 0, 0):
+            return
+        await asyncio.sleep(0.01)
+    assert left == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("order", ["forward", "backward"])
+async def test_push_layer_by_layer(transport: str, order: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        layers = list(range(3)) if order == "forward" else [2, 1, 0]
+
+        async def prefill() -> None:
+            async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                for layer in layers:
+                    await push.layer(layer)
+
+        async with b.offer("r1", sink, sink_table) as landing:
+            pushing = asyncio.ensure_future(prefill())
+            seen = []
+            async for layer in landing:
+                seen.append(layer)
+                same = tokens_of(source, source_table, layer) == tokens_of(sink, sink_table, layer)
+                assert same.all(), f"layer {layer} was announced before its bytes were there"
+            await pushing
+        assert sorted(seen) == [0, 1, 2]
+        assert landing.committed
+        assert_same(source, source_table, sink, sink_table)
+        await gauges_are_clean(a)
+        await gauges_are_clean(b)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_push_into_another_block_size(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b, block_tokens=32)
+        async with b.offer("r1", sink, sink_table) as landing:
+            async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                await push.layers()
+            await landing.wait()
+        assert_same(source, source_table, sink, sink_table)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_pull_with_a_ticket_that_travelled_as_json(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with a.publish("r1", source, source_table) as ticket:
+            text = json.dumps(json.loads(ticket.to_json()))
+            layers: list[int] = []
+            pulled = await b.pull(text, sink, sink_table, on_layer=layers.append)
+        assert ticket.outcome == "released"
+        assert pulled.transport == transport
+        assert pulled.bytes == 3 * 2 * TOKENS * 2 * 8 * 4
+        assert layers == [0, 1, 2]
+        assert_same(source, source_table, sink, sink_table)
+        await gauges_are_clean(a)
+        await gauges_are_clean(b)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_pull_of_nothing_releases_the_publisher(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, _, sink, _ = await prepared(a, b)
+        none = kvxfer.BlockTable(blocks=np.zeros(0, dtype=np.int64), tokens=0)
+        async with a.publish("r1", source, none) as ticket:
+            pulled = await b.pull(ticket.to_dict(), sink, none)
+        assert pulled.bytes == 0
+        assert ticket.outcome == "released"
+
+
+async def test_a_ticket_for_several_consumers_ends_with_the_last() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with a.publish("r1", source, source_table, consumers=3) as ticket:
+            for _ in range(3):
+                assert ticket.outcome == ""
+                await b.pull(ticket.to_dict(), sink, sink_table)
+        assert ticket.outcome == "released"
+
+
+async def test_a_used_ticket_is_unknown() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with a.publish("r1", source, source_table) as ticket:
+            kept = ticket.to_dict()
+            await b.pull(kept, sink, sink_table)
+        with pytest.raises((UnknownTransfer, LeaseExpired)):
+            await b.pull(kept, sink, sink_table, timeout=5)
+        assert_same(source, source_table, sink, sink_table)
+
+
+async def test_an_expired_ticket_says_so_and_moves_nothing() -> None:
+    async with two_nodes(["tcp"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with a.publish("r1", source, source_table, lease_s=0.2) as ticket:
+            kept = ticket.to_dict()
+        assert ticket.outcome == "expired"
+        with pytest.raises(LeaseExpired):
+            await b.pull(kept, sink, sink_table, timeout=5)
+        assert not sink.regions[0].array.any()
+        await gauges_are_clean(b)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"head_size": 16}, {"layers": 4}, {"fingerprint": "other"}])
+async def test_caches_that_do_not_match_are_refused_on_both_sides(change: dict[str, object]) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b, **change)
+        async with b.offer("r1", sink, sink_table) as landing:
+            with pytest.raises(GeometryMismatch) as here:
+                async with a.push("r1", to=b.addresses, cache=source, table=source_table):
+                    raise AssertionError("the push must not open")
+            assert next(iter(change)) in str(here.value)
+            with pytest.raises(GeometryMismatch):
+                await landing.wait()
+        assert not sink.regions[0].array.any()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_aborted_push_is_told_to_the_receiver(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with b.offer("r1", sink, sink_table) as landing:
+            with pytest.raises(ZeroDivisionError):
+                async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                    await push.layer(0)
+                    raise ZeroDivisionError
+            with pytest.raises(TransferCancelled):
+                await asyncio.wait_for(landing.wait(), 2)
+        await gauges_are_clean(a)
+        await gauges_are_clean(b)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_receiver_that_leaves_ends_the_push(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        offered = b.offer("r1", sink, sink_table)
+        await offered.__aenter__()
+        with pytest.raises(KvxferError) as told:
+            async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                await push.layer(0)
+                await offered.__aexit__(None, None, None)
+                before = sink.regions[0].array.copy()
+                for layer in (1, 2):
+                    await push.layer(layer)
+        assert told.value.code in ("cancelled", "revoked", "unknown_transfer")
+        assert np.array_equal(before, sink.regions[0].array), "bytes moved after the landing was left"
+        await gauges_are_clean(b)
+
+
+async def test_blocks_cannot_be_offered_twice() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        _, _, sink, sink_table = await prepared(a, b)
+        async with b.offer("r1", sink, sink_table):
+            with pytest.raises(RegionBusy, match="r1"):
+                await b.offer("r2", sink, sink_table).__aenter__()
+        async with b.offer("r3", sink, sink_table):
+            pass
+
+
+async def test_a_push_without_an_offer_waits_a_bounded_time() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, *_ = await prepared(a, b)
+        with pytest.raises((UnknownTransfer, TransferTimeout)):
+            await a.push("nobody", to=b.addresses, cache=source, table=source_table, wait_s=0.2).__aenter__()
+
+
+async def test_a_push_that_comes_first_waits_for_the_offer() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+
+        async def prefill() -> None:
+            async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                await push.layers()
+
+        pushing = asyncio.ensure_future(prefill())
+        await asyncio.sleep(0.05)
+        async with b.offer("r1", sink, sink_table) as landing:
+            await landing.wait()
+        await pushing
+        assert_same(source, source_table, sink, sink_table)
+
+
+async def test_an_offer_without_a_push_ends_by_its_deadline() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        _, _, sink, sink_table = await prepared(a, b)
+        async with b.offer("r1", sink, sink_table, timeout=0.1) as landing:
+            with pytest.raises(TransferTimeout):
+                await landing.wait()
+        async with b.offer("r2", sink, sink_table, lease_s=0.1) as landing:
+            with pytest.raises(LeaseExpired):
+                await landing.wait()
+        await gauges_are_clean(b)
+
+
+async def test_layers_are_pushed_once_and_exist() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with b.offer("r1", sink, sink_table) as landing:
+            async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                await push.layer(0)
+                for bad in (0, -1, 3, "1"):
+                    with pytest.raises(UsageError):
+                        await push.layer(bad)  # type: ignore[arg-type]
+            await landing.wait()
+
+
+async def test_a_landing_is_adopted_without_a_copy() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, *_ = await prepared(a, b)
+        async with a.push("r1", to=b.addresses, cache=source, table=source_table, land=True) as push:
+            await push.layers()
+        before = sum(row.copied_bytes for row in b.plane.engine.counters().transports)
+        async with b.adopt("r1") as landed:
+            copied = sum(row.copied_bytes for row in b.plane.engine.counters().transports) - before
+            assert copied == 0
+            with pytest.raises(ValueError, match="read-only"):
+                landed.array[0] = 1
+            geometry = landed.layout.geometry
+            values = landed.array.view(np.float32)
+            for layer in range(geometry.layers):
+                offset = landed.layout.placements[layer].offset // 4
+                shape = (2, landed.layout.blocks, geometry.block_tokens, geometry.kv_heads, geometry.head_size)
+                found = values[offset : offset + int(np.prod(shape))].reshape(shape)[:, landed.table.blocks]
+                found = found.reshape(2, -1, geometry.kv_heads, geometry.head_size)[:, : landed.table.tokens]
+                assert np.array_equal(found, tokens_of(source, source_table, layer))
+        with pytest.raises((UnknownTransfer, LeaseExpired, AccessDenied)):
+            await b.adopt("r1", wait_s=0.05).__aenter__()
+
+
+async def test_a_full_landing_pool_says_so_at_once() -> None:
+    async with two_nodes(["shm"], landing_bytes_max=4096) as (a, b):
+        source, source_table, *_ = await prepared(a, b)
+        with pytest.raises((kvxfer.BusyError, UsageError)):
+            await a.push("r1", to=b.addresses, cache=source, table=source_table, land=True).__aenter__()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_cancelling_at_any_moment_leaves_nothing(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+
+        async def decode(request: str) -> None:
+            async with b.offer(request, sink, sink_table, timeout=5) as landing:
+                await landing.wait()
+
+        async def prefill(request: str) -> None:
+            async with a.push(request, to=b.addresses, cache=source, table=source_table, timeout=5) as push:
+                await push.layers()
+
+        rng = np.random.default_rng(3)
+        for index in range(20):
+            victim = int(rng.integers(2))
+            tasks = [asyncio.ensure_future(decode(f"c{index}")), asyncio.ensure_future(prefill(f"c{index}"))]
+            await asyncio.sleep(float(rng.uniform(0, 0.008)))
+            tasks[victim].cancel()
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 8)
+            for result in results:
+                assert result is None or isinstance(result, asyncio.CancelledError | KvxferError), result
+        await gauges_are_clean(a)
+        await gauges_are_clean(b)
+        await asyncio.gather(decode("last"), prefill("last"))
+        assert_same(source, source_table, sink, sink_table)
