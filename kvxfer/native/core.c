@@ -234,7 +234,7 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
         {"tcp_streams", c->tcp_streams, 1, 64},
         {"tcp_port", c->tcp_port, 0, 65535},
         {"inflight_max", c->inflight_max, 1, 1u << 20},
-        {"notify_max", c->notify_max, 1, 1u << 20},
+        {"notify_max", c->notify_max, 1, 1u << 22},
         {"regions_max", c->regions_max, 1, 1u << 20},
         {"grants_max", c->grants_max, 1, 1u << 22},
         {"peers_max", c->peers_max, 1, 1u << 16},

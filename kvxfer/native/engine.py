@@ -1,0 +1,496 @@
+"""The native engine in Python's clothes: calls go down, events come up through one file descriptor.
+
+Thin on purpose. Each method is one call into C; each token becomes a future that resolves with its `Event`, whatever the
+status, exactly once. The engine belongs to the thread of its loop: the generated wrappers drop the GIL, so a second thread
+could run in the middle of a call. `alloc` and `register` may be called from other threads, since they can take long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
+from kvxfer.native._shim import ffi, lib
+from kvxfer.native.counters import Counters, parse_counters
+from kvxfer.native.facts import (
+    Caps,
+    EngineConfig,
+    Event,
+    EventKind,
+    GrantInfo,
+    OpKind,
+    RegionInfo,
+    TransportInfo,
+)
+from kvxfer.native.status import Status, error_for
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "Caps",
+    "Counters",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "EventKind",
+    "GrantInfo",
+    "OpKind",
+    "RegionInfo",
+    "TransportInfo",
+]
+
+
+DRAIN_MAX = 256
+SEGMENT_BYTES = 24
+NOTIFY, CHECK = 1, 2
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def _event(raw: Any) -> Event:
+    return Event(raw.kind, raw.status, raw.token, raw.id, raw.tag, raw.value, raw.bytes, raw.sys_errno, raw.segment)
+
+
+def _native_config(config: EngineConfig) -> tuple[Any, list[Any]]:
+    if len(config.engine_id) != 16:
+        raise ConfigError("engine_id must be 16 bytes", length=len(config.engine_id))
+    native = ffi.new("kvx_engine_config *")
+    texts = {
+        "transports": ",".join(config.transports),
+        "socket_dir": config.socket_dir,
+        "tcp_bind": config.tcp_bind,
+        "tcp_congestion": config.tcp_congestion,
+        "fault_spec": config.fault_spec,
+        "counters_path": config.counters_path,
+    }
+    keep = []
+    for name, text in texts.items():
+        keep.append(ffi.new("char[]", os.fsencode(text)))
+        setattr(native, name, keep[-1])
+    numbers = (
+        "tcp_port copy_threads tcp_threads tcp_streams inflight_max notify_max regions_max grants_max peers_max accepted_max "
+        "segments_max inline_bytes_max nt_bytes_min chunk_bytes frame_bytes connect_ms handshake_ms cancel_ms flags"
+    ).split()
+    for name in numbers:
+        setattr(native, name, getattr(config, name))
+    native.abi_version = lib.KVX_ABI_VERSION
+    native.engine_id = config.engine_id
+    return native, keep
+
+
+class Engine:
+    """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine: Any = None
+        native, _keep = _native_config(config)
+        engine_p = ffi.new("kvx_engine **")
+        why = ffi.new("char[512]")
+        status = lib.kvx_engine_open(native, engine_p, why, 512)
+        if status != 0:
+            text = ffi.string(why).decode("utf-8", "replace") or "cannot open the engine"
+            if status == Status.INVALID:
+                raise ConfigError(text, status=status)
+            raise TransportUnavailable(text, status=status, transport=",".join(config.transports))
+        self._engine = engine_p[0]
+        self.config = config
+        self.engine_id = config.engine_id
+        self._thread = threading.get_ident()
+        self._fork = _forks
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_event: Callable[[Event], None] | None = None
+        self._pending: dict[int, asyncio.Future[Event]] = {}
+        self._guests = 0  # calls from other threads that are inside C
+        self._guests_left = threading.Condition()
+        self._events = ffi.new("kvx_event[]", DRAIN_MAX)
+        self._args = ffi.new("kvx_submit_args *")
+        self._segment = ffi.new("kvx_segment *")
+        self._id_p = ffi.new("uint64_t *")
+        self._token_p = ffi.new("uint64_t *")
+        self._inline_p = ffi.new("int *")
+        self._inline_event = ffi.new("kvx_event *")
+        self.transports = tuple(self._transports())
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._engine is None
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
+        """Deliver completions on ``loop`` from now on; ``on_event`` gets what has no token (NOTIFY, PEER_DOWN, GRANT_LOST).
+
+        The engine belongs to the calling thread, which must be the loop's.
+        """
+        if self._loop is not None:
+            raise UsageError("this engine is attached to a loop already")
+        self._thread = threading.get_ident()
+        engine = self._mine()
+        self._loop, self._on_event = loop, on_event
+        loop.add_reader(lib.kvx_engine_fd(engine), self._readable)
+
+    def close(self) -> None:
+        """Complete every token (status CLOSED unless it was done), join every thread, unmap every allocation. Idempotent."""
+        if self._engine is None:
+            return
+        engine = self._mine()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(lib.kvx_engine_fd(engine))
+        lib.kvx_engine_stop(engine)
+        while self._drain_once(engine, closing=True) == DRAIN_MAX:
+            pass
+        with self._guests_left:
+            self._engine = None
+            while self._guests:
+                self._guests_left.wait()
+        lib.kvx_engine_close(engine)
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None and self._fork == _forks:
+            warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
+            lib.kvx_engine_close(self._engine)
+            self._engine = None
+
+    def _mine(self) -> Any:
+        if self._engine is None:
+            raise ClosedError("the engine is closed")
+        if self._fork != _forks:
+            raise ForkedClientError("this engine belongs to the parent process", hint="open one after the fork")
+        if threading.get_ident() != self._thread:
+            raise WrongThread("this engine belongs to another thread", hint="call it on its event loop's thread")
+        return self._engine
+
+    def _transports(self) -> list[TransportInfo]:
+        found = []
+        info = ffi.new("kvx_transport_info *")
+        while lib.kvx_transport_query(self._engine, len(found), info) == 0:
+            found.append(
+                TransportInfo(
+                    index=len(found),
+                    name=ffi.string(info.name).decode(),
+                    endpoint=ffi.string(info.endpoint).decode(),
+                    caps=info.caps,
+                    rank=info.rank,
+                    alignment=info.alignment,
+                    region_bytes_max=info.region_bytes_max,
+                    copies_per_byte=info.copies_x100 / 100,
+                )
+            )
+        return found
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def drain(self) -> int:
+        """Deliver what has completed by now, at most 256 events; returns how many. The loop does it by itself."""
+        return self._drain_once(self._mine())
+
+    def step(self, transport: int, steps_max: int = 1) -> int:
+        """With ``manual=True``: let a transport do at most so many steps; returns how many it did."""
+        return int(lib.kvx_engine_step(self._mine(), transport, steps_max))
+
+    def _readable(self) -> None:
+        if self._engine is None:
+            return
+        if self._drain_once(self._engine) == DRAIN_MAX and self._loop is not None:
+            self._loop.call_soon(self._readable)  # others get their turn first
+
+    def _drain_once(self, engine: Any, closing: bool = False) -> int:
+        events = self._events
+        count: int = lib.kvx_engine_drain(engine, events, DRAIN_MAX)
+        for event in [_event(events[index]) for index in range(count)]:
+            if event.token:
+                future = self._pending.pop(event.token, None)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            elif self._on_event is not None and not closing:
+                self._tell(event)
+        return count
+
+    def _tell(self, event: Event) -> None:
+        assert self._on_event is not None and self._loop is not None
+        try:
+            self._on_event(event)
+        except Exception as error:  # one bad listener must not take the other events with it
+            context = {"message": "the listener of engine events failed", "exception": error}
+            self._loop.call_exception_handler(context)
+
+    def _future(self, token: int) -> asyncio.Future[Event]:
+        if self._loop is None:
+            raise UsageError("attach the engine to a loop first")
+        future = self._loop.create_future()
+        self._pending[token] = future
+        return future
+
+    def _require_loop(self) -> Any:
+        engine = self._mine()
+        if self._loop is None:
+            raise UsageError("attach the engine to a loop first")
+        return engine
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def _enter(self) -> Any:
+        with self._guests_left:
+            if self._engine is None:
+                raise ClosedError("the engine is closed")
+            if self._fork != _forks:
+                raise ForkedClientError("this engine belongs to the parent process", hint="open one after the fork")
+            self._guests += 1
+            return self._engine
+
+    def _leave(self) -> None:
+        with self._guests_left:
+            self._guests -= 1
+            self._guests_left.notify_all()
+
+    def alloc(self, length: int, numa_node: int | None = None) -> RegionInfo:
+        """Allocate ``length`` bytes of shareable memory, on hugepages if the host has free ones. Callable from any thread.
+
+        Touches every page, so it takes about 0.3 s per GiB. Raises `ShmTooSmall`, `InvalidLength`, `TooLarge`.
+        """
+        _check_length(length)
+        info, errno_p = ffi.new("kvx_region_info *"), ffi.new("int *")
+        engine = self._enter()
+        try:
+            status = lib.kvx_mem_alloc(engine, length, -1 if numa_node is None else numa_node, info, errno_p)
+        finally:
+            self._leave()
+        if status != 0:
+            raise error_for(status, sys_errno=errno_p[0], what="alloc", length=length)
+        return _region(info)
+
+    def register(self, address: int, length: int, *, read_only: bool = False) -> RegionInfo:
+        """Register memory that the caller keeps alive until `release` resolved. Callable from any thread.
+
+        The same address, length and mode again gives the same region with one more reference; other overlaps raise
+        `OverlapError` with the id in ``fields["conflict"]``.
+        """
+        _check_length(length)
+        info, conflict_p = ffi.new("kvx_region_info *"), ffi.new("uint64_t *")
+        engine = self._enter()
+        try:
+            status = lib.kvx_mem_register(engine, ffi.cast("void *", address), length, read_only, info, conflict_p)
+        finally:
+            self._leave()
+        if status != 0:
+            conflict = conflict_p[0] if status == Status.OVERLAP else None
+            raise error_for(status, what="register", length=length, conflict=conflict)
+        return _region(info)
+
+    def buffer(self, region: RegionInfo) -> memoryview:
+        """The memory of an allocated region, writable. Must not be used after `release`."""
+        return memoryview(ffi.buffer(ffi.cast("char *", region.address), region.length))
+
+    def release(self, region: int) -> asyncio.Future[Event]:
+        """Give a region (or one reference of it) back; resolves when no peer can reach it and it is unmapped.
+
+        Raises `RegionBusy` while transfers of this engine use it.
+        """
+        engine = self._require_loop()
+        status = lib.kvx_mem_release(engine, region, self._token_p)
+        if status != 0:
+            raise error_for(status, what="release", region=region)
+        return self._future(self._token_p[0])
+
+    def grant(self, region: int, offset: int, length: int, access: int) -> GrantInfo:
+        """Let peers reach a part of a region; ``access`` is 1 read, 2 write, 3 both. The key is new and random."""
+        _check_length(length)
+        _check_length(offset)
+        info = ffi.new("kvx_grant_info *")
+        status = lib.kvx_grant_create(self._mine(), region, offset, length, access, info)
+        if status != 0:
+            raise error_for(status, what="grant", region=region, offset=offset, length=length)
+        return GrantInfo(
+            id=info.id, generation=info.generation, length=info.length, access=info.access, key=bytes(info.key)
+        )
+
+    def revoke(self, grant: int) -> asyncio.Future[Event]:
+        """Refuse a grant from now on; resolves when no peer moves a byte through it any more."""
+        engine = self._require_loop()
+        status = lib.kvx_grant_revoke(engine, grant, self._token_p)
+        if status != 0:
+            raise error_for(status, what="revoke", grant=grant)
+        return self._future(self._token_p[0])
+
+    def attached(self, grant: int) -> int:
+        """How many connections use a grant now; -1 when there is no such grant."""
+        return int(lib.kvx_grant_attached(self._mine(), grant))
+
+    # -- peers --------------------------------------------------------------------------------------------
+
+    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
+        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`."""
+        engine = self._require_loop()
+        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), self._id_p, self._token_p)
+        if status != 0:
+            raise error_for(status, what="connect", endpoint=endpoint)
+        return self._id_p[0], self._future(self._token_p[0])
+
+    def close_peer(self, peer: int) -> asyncio.Future[Event]:
+        """End a connection: its transfers complete, its imports go. One that is gone already resolves at once."""
+        engine = self._require_loop()
+        status = lib.kvx_peer_close(engine, peer, self._token_p)
+        if status == Status.NO_PEER:
+            assert self._loop is not None
+            gone = self._loop.create_future()
+            gone.set_result(Event(EventKind.PEER_CLOSED, 0, 0, peer, 0, 0, 0, 0, -1))
+            return gone
+        if status != 0:
+            raise error_for(status, what="close_peer")
+        return self._future(self._token_p[0])
+
+    def import_(
+        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes
+    ) -> tuple[int, asyncio.Future[Event]]:
+        """Start to make a remote grant usable; an import handle and the future of its outcome."""
+        engine = self._require_loop()
+        remote = ffi.new("kvx_remote *", {"grant": grant, "generation": generation, "length": length, "access": access})
+        remote.key = key
+        status = lib.kvx_mem_import(engine, peer, remote, self._id_p, self._token_p)
+        if status != 0:
+            raise error_for(status, what="import", grant=grant)
+        return self._id_p[0], self._future(self._token_p[0])
+
+    def mapping(self, import_: int) -> memoryview | None:
+        """The imported memory itself, read-only unless the grant has write access; None when the transport cannot map."""
+        info = ffi.new("kvx_import_info *")
+        status = lib.kvx_import_query(self._mine(), import_, info)
+        if status != 0:
+            raise error_for(status, what="mapping")
+        if info.address == 0:
+            return None
+        view = memoryview(ffi.buffer(ffi.cast("char *", info.address), info.length))
+        return view if info.access & 2 else view.toreadonly()
+
+    def release_import(self, import_: int) -> None:
+        """Let go of an import; its running transfers still complete. One that is gone already is fine."""
+        status = lib.kvx_import_release(self._mine(), import_)
+        if status not in (0, Status.NO_IMPORT):
+            raise error_for(status, what="release_import")
+
+    # -- transfers ----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        kind: int,
+        region: int,
+        import_: int,
+        segments: npt.NDArray[np.uint64] | None,
+        *,
+        notify: tuple[int, int] | None = None,
+        check: bool = False,
+    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        """Start one operation over all segments: uint64, shape (n, 3), C order, rows [local offset, remote offset, length].
+
+        Small ones complete at once: then the `Event` itself is returned. ``segments=None`` (with ``notify``) moves nothing.
+        Raises `BusyError` when full (nothing was taken) and typed errors for wrong arguments.
+        """
+        native, count = ffi.NULL, 0
+        if segments is not None and len(segments):
+            if segments.dtype != "uint64" or segments.ndim != 2 or segments.shape[1] != 3:
+                raise UsageError("segments must be uint64 of shape (n, 3)", dtype=str(segments.dtype))
+            if not segments.flags.c_contiguous:
+                raise UsageError("segments must be in C order")
+            native, count = ffi.from_buffer("kvx_segment[]", segments), len(segments)
+        return self._submit(kind, region, import_, native, count, notify, check)
+
+    def submit_one(
+        self,
+        kind: int,
+        region: int,
+        import_: int,
+        local_offset: int,
+        remote_offset: int,
+        length: int,
+        *,
+        notify: tuple[int, int] | None = None,
+        check: bool = False,
+    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        """`submit` for a single span; offsets and length in bytes."""
+        segment = self._segment
+        try:
+            segment.local_offset = local_offset
+            segment.remote_offset = remote_offset
+            segment.length = length
+        except OverflowError:
+            raise error_for(Status.LENGTH, what="submit", offset=local_offset, length=length) from None
+        return self._submit(kind, region, import_, segment, 1, notify, check)
+
+    def _submit(
+        self,
+        kind: int,
+        region: int,
+        import_: int,
+        segments: Any,
+        count: int,
+        notify: tuple[int, int] | None,
+        check: bool,
+    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        if self._engine is None or self._fork != _forks or threading.get_ident() != self._thread or self._loop is None:
+            self._require_loop()
+        args = self._args
+        args.kind = kind
+        args.region = region
+        setattr(args, "import", import_)
+        args.count = count
+        if notify is None:
+            args.flags = CHECK if check else 0
+        else:
+            args.flags = CHECK | NOTIFY if check else NOTIFY
+            args.tag, args.value = notify
+        event = self._inline_event
+        status = lib.kvx_submit(self._engine, args, segments, self._token_p, self._inline_p, event)
+        if status == 0:
+            if self._inline_p[0]:
+                return _event(event)
+            token = self._token_p[0]
+            return token, self._future(token)
+        segment = event.segment if status in _WITH_SEGMENT else None
+        raise error_for(status, what="submit", region=region, segment=segment)
+
+    def cancel(self, token: int) -> None:
+        """Ask for an early end. The token still completes exactly once: done, or CANCELLED."""
+        status = lib.kvx_cancel(self._mine(), token)
+        if status != 0:
+            raise error_for(status, what="cancel", op_id=token)
+
+    # -- counters -----------------------------------------------------------------------------------------
+
+    def counters(self) -> Counters:
+        """A snapshot."""
+        native = lib.kvx_engine_counters(self._mine())
+        return parse_counters(bytes(ffi.buffer(native)))
+
+
+_WITH_SEGMENT = frozenset((Status.LENGTH, Status.LOCAL_RANGE, Status.RANGE))
+
+
+def _check_length(value: int) -> None:
+    if not 0 <= value < 1 << 64:
+        raise error_for(Status.LENGTH, length=value if abs(value) < 1 << 80 else None)
+
+
+def _region(info: Any) -> RegionInfo:
+    return RegionInfo(
+        id=info.id,
+        generation=info.generation,
+        address=info.address,
+        length=info.length,
+        flags=info.flags,
+        references=info.references,
+        numa_node=info.numa_node,
+    )

@@ -1,0 +1,198 @@
+"""What the engine says, as values: its configuration, its transports, regions, grants and events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from kvxfer.config import Config
+
+MIB = 1 << 20
+
+
+class OpKind(IntEnum):
+    """Direction of a transfer, seen from this side."""
+
+    PUT = 1
+    GET = 2
+
+
+class EventKind(IntEnum):
+    """What an event tells; see ``KVX_EV_*`` in ``api.cdef.h``."""
+
+    TRANSFER = 1
+    CONNECT = 2
+    PEER_DOWN = 3
+    IMPORT = 4
+    REVOKE = 5
+    RELEASE = 6
+    NOTIFY = 7
+    GRANT_LOST = 8
+    PEER_CLOSED = 9
+
+
+class Caps:
+    """Bits of `TransportInfo.caps`."""
+
+    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK = 1, 2, 4, 8, 16, 32, 64
+
+
+class Event(NamedTuple):
+    """A completion (``token`` > 0) or a message from a peer. A named tuple, since one is made per transfer and it must be cheap.
+
+    ``status`` is a `kvxfer.native.status.Status`; ``bytes`` were moved and confirmed; ``segment`` is the index of the first
+    segment that failed, or -1.
+    """
+
+    kind: int
+    status: int
+    token: int
+    id: int
+    tag: int
+    value: int
+    bytes: int
+    sys_errno: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Mirror of ``kvx_engine_config``: sizes in bytes, times in milliseconds. ``engine_id`` is 16 random bytes."""
+
+    engine_id: bytes
+    transports: tuple[str, ...] = ("shm", "tcp")
+    socket_dir: str = ""
+    tcp_bind: str = "127.0.0.1"
+    tcp_port: int = 0
+    tcp_congestion: str = "reno"
+    tcp_threads: int = 2
+    tcp_streams: int = 4
+    fault_spec: str = ""
+    counters_path: str = ""
+    copy_threads: int = 2
+    inflight_max: int = 4096
+    notify_max: int = 65536
+    regions_max: int = 4096
+    grants_max: int = 65536
+    peers_max: int = 1024
+    accepted_max: int = 1024
+    segments_max: int = 65536
+    inline_bytes_max: int = 32 * 1024
+    nt_bytes_min: int = MIB
+    chunk_bytes: int = MIB
+    frame_bytes: int = MIB
+    connect_ms: int = 5000
+    handshake_ms: int = 5000
+    cancel_ms: int = 1000
+    manual: bool = field(default=False, metadata={"flag": 1})
+    cross_memory_attach: bool = field(default=True, metadata={"flag": -2})
+    hugepages: bool = field(default=True, metadata={"flag": -4})
+
+    @property
+    def flags(self) -> int:
+        """``KVX_ENGINE_*``."""
+        return int(self.manual) | (0 if self.cross_memory_attach else 2) | (0 if self.hugepages else 4)
+
+    @classmethod
+    def from_config(cls, config: Config, engine_id: bytes, **overrides: Any) -> EngineConfig:
+        """The engine's part of the configuration; ``overrides`` are fields of this class."""
+        same = (
+            "transports tcp_congestion tcp_threads tcp_streams fault_spec copy_threads inflight_max notify_max regions_max "
+            "grants_max peers_max accepted_max segments_max inline_bytes_max nt_bytes_min chunk_bytes frame_bytes "
+            "cross_memory_attach hugepages socket_dir"
+        ).split()
+        values: dict[str, Any] = {name: getattr(config, name) for name in same}
+        values.update(
+            tcp_bind=config.data_bind_host,
+            tcp_port=config.data_port,
+            connect_ms=round(config.connect_s * 1000),
+            handshake_ms=round(config.handshake_s * 1000),
+            cancel_ms=round(config.cancel_s * 1000),
+        )
+        values.update(overrides)
+        return cls(engine_id=engine_id, **values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportInfo:
+    """What a transport can do. ``rank``: lower is better. ``copies_per_byte``: CPU copies per delivered byte, both sides together."""
+
+    index: int
+    name: str
+    endpoint: str
+    caps: int
+    rank: int
+    alignment: int
+    region_bytes_max: int
+    copies_per_byte: float
+
+    @property
+    def can_put(self) -> bool:
+        return bool(self.caps & Caps.PUT)
+
+    @property
+    def can_get(self) -> bool:
+        return bool(self.caps & Caps.GET)
+
+    @property
+    def can_notify(self) -> bool:
+        return bool(self.caps & Caps.NOTIFY)
+
+    @property
+    def can_inline(self) -> bool:
+        """Small operations complete inside `Engine.submit`."""
+        return bool(self.caps & Caps.INLINE)
+
+    @property
+    def can_map(self) -> bool:
+        """An import can be mapped: read in place, without a copy."""
+        return bool(self.caps & Caps.MAP)
+
+    @property
+    def same_host(self) -> bool:
+        return bool(self.caps & Caps.SAME_HOST)
+
+    @property
+    def can_check(self) -> bool:
+        """Transfers can be checksummed end to end."""
+        return bool(self.caps & Caps.CHECK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionInfo:
+    """Registered memory: ``address`` and ``length`` in bytes. ``references``: identical registrations share a region."""
+
+    id: int
+    generation: int
+    address: int
+    length: int
+    flags: int
+    references: int
+    numa_node: int
+
+    @property
+    def shared(self) -> bool:
+        """Peers on this host can map it."""
+        return bool(self.flags & 1)
+
+    @property
+    def huge(self) -> bool:
+        """Hugepages are in use."""
+        return bool(self.flags & 2)
+
+    @property
+    def read_only(self) -> bool:
+        return bool(self.flags & 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantInfo:
+    """The right to reach a part of a region: ``length`` in bytes, ``access`` 1 read, 2 write, 3 both."""
+
+    id: int
+    generation: int
+    length: int
+    access: int
+    key: bytes = field(repr=False)
