@@ -1,0 +1,134 @@
+"""Builds the native engine and a C driver without Python, once per sanitizer, and runs every scenario: zero reports.
+
+    python tests/native/sanitize/run.py [--sanitizer address|thread] [--transport shm] [--scenario storm] [--seed 7]
+
+The suppressions of the thread sanitizer stay empty: what it says is repaired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+NATIVE = ROOT / "kvxfer" / "native"
+BUILD = ROOT / "tests" / "native" / "build"
+
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
+# Never optimised away, one report ends the run, exit status 99 is a sanitizer's.
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=1:exitcode=99:detect_stack_use_after_return=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1:history_size=4",
+}
+# (scenario, rounds, needs another process)
+SCENARIOS = (
+    ("roundtrip", 1, False),
+    ("storm", 6000, False),
+    ("close", 12, False),
+    ("kill", 4, True),
+    ("hostile", 6, True),
+)
+TRANSPORTS = ("loop", "shm", "tcp")
+TIME_LIMIT_S = 300
+
+
+def compiler() -> str:
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if not found:
+        sys.exit("sanitize: no C compiler found; install gcc or set CC")
+    return found
+
+
+def step(command: list[str]) -> None:
+    """One call of the compiler; what it says is enough when it fails."""
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(f"sanitize: failed: {' '.join(command)}")
+
+
+def build(sanitizer: str) -> Path:
+    """Compile what changed; returns the driver."""
+    folder = BUILD / sanitizer
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = [path for path in sorted(NATIVE.glob("*.c")) if path.name not in ("_shim.c", "api.csrc.c")]
+    sources += sorted(HERE.glob("*.c"))
+    newest_header = max(path.stat().st_mtime for path in [*NATIVE.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
+    flags = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+    flags += ["-O1", "-std=gnu11", "-pthread", f"-I{NATIVE}", *WARNINGS]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / (source.stem + ".o")
+        if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
+            step([compiler(), *flags, "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, sources))
+    driver = folder / "driver"
+    step([compiler(), *flags, "-o", str(driver), *map(str, objects), "-ldl"])
+    return driver
+
+
+def run(driver: Path, scenario: str, transport: str, seed: int, rounds: int) -> tuple[bool, str]:
+    """Whether the scenario ended well, and what it printed."""
+    with tempfile.TemporaryDirectory(prefix="kvx") as directory:
+        command = [str(driver), scenario, transport, directory, str(seed), str(rounds)]
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=TIME_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            return False, (late.output or b"").decode(errors="replace") + f"\nno end within {TIME_LIMIT_S} s"
+    text = done.stdout.decode(errors="replace")
+    reported = "Sanitizer" in text or "runtime error" in text
+    return done.returncode == 0 and not reported, text + (f"\nexit status {done.returncode}" if done.returncode else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sanitizer", choices=SANITIZERS, action="append")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--scenario", choices=[name for name, _, _ in SCENARIOS], action="append")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--times", type=int, default=1, help="run each this often, with growing seeds")
+    args = parser.parse_args()
+    passed = failed = 0
+    for sanitizer in args.sanitizer or SANITIZERS:
+        print(f"== {SANITIZERS[sanitizer]}: compiling", flush=True)
+        driver = build(sanitizer)
+        for scenario, rounds, apart in SCENARIOS:
+            for transport in args.transport or TRANSPORTS:
+                if (args.scenario and scenario not in args.scenario) or (apart and transport == "loop"):
+                    continue
+                for seed in range(args.seed, args.seed + args.times):
+                    begun = time.monotonic()
+                    ok, text = run(driver, scenario, transport, seed, rounds)
+                    taken = time.monotonic() - begun
+                    print(
+                        f"{'ok  ' if ok else 'FAIL'} {sanitizer} {scenario} {transport} seed={seed} {taken:.1f} s",
+                        flush=True,
+                    )
+                    passed, failed = passed + ok, failed + (not ok)
+                    if not ok:
+                        print(text[-8000:], flush=True)
+    print(f"sanitizers: {passed} passed, {failed} failed", flush=True)
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
