@@ -151,9 +151,7 @@ def banned_calls(path: str, tree: ast.AST, *, task_owner: bool = False) -> list[
             last = called.rpartition(".")[2]
             if called in BANNED_CALLS:
                 wrong.append(at(path, node.lineno, f"{called}() is banned"))
-            elif last == "ensure_future" or (
-                last == "create_task" and not task_owner and called.partition(".")[0] not in groups
-            ):
+            elif last in ("create_task", "ensure_future") and not task_owner and called.partition(".")[0] not in groups:
                 wrong.append(
                     at(path, node.lineno, f"{called}: tasks start in a TaskGroup or a TaskOwner, which end them")
                 )

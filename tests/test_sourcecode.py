@@ -21,21 +21,34 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
-    Layer(name="limits", modules=("addresses", "options", "paths", "config")),
-    Layer(name="pure", modules=("geometry", "planner", "admission", "registry", "wire", "wire.*"), pure=True),
+    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths")),
+    Layer(
+        name="pure",
+        modules=(
+            *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
+            *("registry", "actions", "postings", "book", "routes", "mailbox"),
+        ),
+        pure=True,
+    ),
     Layer(name="native", modules=("native", "native.*")),
     Layer(
         name="asyncio",
         modules=(
-            *("deadline", "tasks", "race", "link", "transfer", "memory", "region", "sources", "dataplane", "exchange"),
-            *("offer", "push", "publish", "client", "http", "metrics", "landing", "pool", "server"),
+            *("deadline", "tasks", "race", "dial", "link", "listeners", "pool", "http", "metrics", "landing", "server"),
+            *("memory", "region", "transfer", "dataplane", "control", "exchange", "offer", "push", "publish", "adopt"),
+            *("sharing", "notifications", "mailboxes", "peer", "client"),
         ),
     ),
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
     Layer(name="testing", modules=("testing", "testing.*")),
 )
 SHIM_IMPORTERS = {"kvxfer.native.engine", "kvxfer.native.status"}
-TASK_OWNERS = {"kvxfer.tasks"}
+# Who may start a task outside a TaskGroup. Besides the one owner: calls whose work is shielded, so that it outlives a
+# cancelled caller, ends by its own deadline and is then cleaned up by a callback.
+TASK_OWNERS = {
+    "kvxfer.tasks",
+    *("kvxfer.client", "kvxfer.control", "kvxfer.publish", "kvxfer.push", "kvxfer.testing.processes"),
+}
 
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
@@ -59,6 +72,7 @@ FILES = tracked()
 PYTHON = [path for path in FILES if path.endswith(".py")]
 PACKAGE = [path for path in PYTHON if path.startswith("kvxfer/")]
 GENERATED = "kvxfer/native/_shim.c"
+GENERATOR_INPUT = "kvxfer/native/api.csrc.c"  # copied into the generated file as it is
 C_FILES = [path for path in FILES if path.endswith((".c", ".h", ".cc")) and path != GENERATED]
 
 
@@ -144,7 +158,8 @@ def test_sizes() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    none_wrong([wrong for path in [*PYTHON, *C_FILES] for wrong in rules.says_what_it_is_for(path, text_of(path))])
+    spoken = [path for path in [*PYTHON, *C_FILES] if path != GENERATOR_INPUT]
+    none_wrong([wrong for path in spoken for wrong in rules.says_what_it_is_for(path, text_of(path))])
 
 
 def test_no_unfinished_work_and_no_machine_paths() -> None:
@@ -184,13 +199,11 @@ def test_mypy_has_no_exemptions() -> None:
     assert "ignore_errors" not in settings
 
 
-def test_the_generated_file_is_fresh(tmp_path: Path) -> None:
+def test_the_generated_file_is_fresh() -> None:
     from kvxfer.native import build_shim
 
-    build_shim.generate(tmp_path / "_shim.c")
-    assert (tmp_path / "_shim.c").read_bytes() == (ROOT / GENERATED).read_bytes(), (
-        "stale: run python -m kvxfer.native.build_shim"
-    )
+    fresh = build_shim.generate() == (ROOT / GENERATED).read_bytes()
+    assert fresh, "stale: run python -m kvxfer.native.build_shim"
 
 
 @pytest.mark.parametrize("path", [path for path in C_FILES if "/transport_" in path and path.endswith(".c")])
