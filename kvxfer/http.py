@@ -9,15 +9,12 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
-
-from kvxfer.errors import ConfigError
 
 REQUEST_BYTES_MAX = 8192
 CONNECTIONS_MAX = 32
@@ -116,10 +113,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpServer:
-    """Listens on one address and answers ``routes``. ``host`` is numeric; port 0 takes any free port.
-
-    Raises `ConfigError` from `start` when the address cannot be bound.
-    """
+    """Answers ``routes`` on one listening socket."""
 
     def __init__(
         self,
@@ -144,12 +138,10 @@ class HttpServer:
             return 0
         return int(self._listener.sockets[0].getsockname()[1])
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, listener: socket.socket) -> None:
+        """Serve on a listening socket, which belongs to the server from here on."""
         loop = asyncio.get_running_loop()
-        try:
-            self._listener = await loop.create_server(lambda: _Connection(self), host, port)
-        except OSError as failure:
-            raise bind_error("http", host, port, failure) from failure
+        self._listener = await loop.create_server(lambda: _Connection(self), sock=listener)
 
     async def aclose(self) -> None:
         """Stop listening and drop every connection."""
@@ -184,17 +176,3 @@ class HttpServer:
         except Exception:  # a broken collector must not take the listener with it
             log.exception("%s failed", target)
             return Response(status=500, body=b"internal error\n")
-
-
-def bind_error(key: str, host: str, port: int, failure: OSError) -> ConfigError:
-    """One clear error for a listener that could not be bound, whichever listener it was."""
-    reason = failure.strerror or str(failure)
-    if failure.errno == errno.EADDRINUSE:
-        reason, hint = "the port is in use", f"stop what listens on port {port}, or set {key} to another port (0 = any)"
-    elif failure.errno in (errno.EACCES, errno.EPERM):
-        hint = f"ports below 1024 need privileges: set {key} to a higher port"
-    elif failure.errno == errno.EADDRNOTAVAIL or isinstance(failure, socket.gaierror):
-        hint = f"no interface of this host has that address: set {key} to one that it has"
-    else:
-        hint = f"set {key} to another address"
-    return ConfigError(f"cannot listen on {key} {host} port {port}: {reason}", hint=hint, key=key, errno=failure.errno)

@@ -1,0 +1,339 @@
+"""The daemon's outgoing links: one per peer node, made on demand, kept, and given up for a while when they keep failing.
+
+The idea: an entry per peer holds at most one live link and at most one attempt to make it, so any number of callers that
+want a peer at once cause one connection. Failures feed a circuit breaker: from the third in a row on, callers are told at
+once instead of waiting for another time-out, and one attempt per back-off period finds out when the peer is back. The number
+of links is a hard limit; the one that was idle for longest makes room. Dialling one's own node is an ordinary link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.config import Config
+from kvxfer.deadline import Deadline
+from kvxfer.errors import ClosedError, KvxferError, PeerUnreachable, ResourceExhausted, TransferTimeout
+from kvxfer.link import Link
+from kvxfer.tasks import TaskOwner
+
+BREAKER_FAILURES = 3  # in a row, before the breaker opens
+BACKOFF_S_MAX = 5.0  # an open breaker lets one attempt through at least this often
+LOG_EVERY_S = 1.0  # one line per peer and second, the rest is counted
+ENTRIES_PER_LINK = 4  # remembered peers (for their breakers), as a multiple of the link limit
+
+CLOSED, OPEN, HALF_OPEN = "closed", "open", "half_open"
+
+Dial = Callable[[Sequence[str], str], Awaitable[Link]]  # (addresses, expected node id or '') -> a ready link
+
+log = logging.getLogger("kvxfer.pool")
+
+
+@dataclass(slots=True, kw_only=True)
+class Breaker:
+    """Counts failures in a row and says when the next attempt may start. Times in seconds on the caller's clock."""
+
+    backoff_s: float = 0.1
+    backoff_s_max: float = BACKOFF_S_MAX
+    failures: int = 0
+    next_at: float = 0.0
+
+    def state(self, now: float) -> str:
+        """`closed`, `open`, or `half_open` when one attempt may find out."""
+        if self.failures < BREAKER_FAILURES:
+            return CLOSED
+        return OPEN if now < self.next_at else HALF_OPEN
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until an attempt may start; 0 unless the breaker is open."""
+        return max(0.0, self.next_at - now) if self.failures >= BREAKER_FAILURES else 0.0
+
+    def failed(self, now: float, jitter: float) -> float:
+        """One more failure; ``jitter`` in [0, 1) spreads peers that failed together. Returns the back-off in seconds."""
+        self.failures += 1
+        grown = self.backoff_s * 2.0 ** min(self.failures - 1, 16)
+        backoff_s = min(self.backoff_s_max, grown) * (0.5 + jitter / 2)
+        self.next_at = now + backoff_s
+        return backoff_s
+
+    def succeeded(self) -> None:
+        """The peer answered: everything is forgotten."""
+        self.failures = 0
+        self.next_at = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Peer:
+    key: str
+    addresses: tuple[str, ...]
+    node_id: str
+    breaker: Breaker
+    link: Link | None = None
+    connecting: asyncio.Future[Link] | None = None
+    keep: bool = False
+    pins: int = 0
+    used_at: float = 0.0
+    retry: asyncio.TimerHandle | None = None
+    last_error: str = ""
+    logged_at: float = field(default=-LOG_EVERY_S)
+    suppressed: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.link is not None and not self.link.closed.done()
+
+    @property
+    def busy(self) -> bool:
+        return self.connecting is not None or self.keep or self.pins > 0 or (self.live and self._pending > 0)
+
+    @property
+    def _pending(self) -> int:
+        return self.link.pending if self.link is not None else 0
+
+
+class Pool:
+    """Outgoing links by peer. `peers_max` bounds them; ``dial`` makes one, within its own time limit."""
+
+    def __init__(
+        self, dial: Dial, owner: TaskOwner, config: Config, *, clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self._dial = dial
+        self._owner = owner
+        self._clock = clock
+        self._rng = rng
+        self._links_max = config.peers_max
+        self._idle_s = config.peer_idle_s
+        self._backoff_s = config.reconnect_min_s
+        self._backoff_s_max = min(config.reconnect_max_s, BACKOFF_S_MAX)
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._peers: dict[str, _Peer] = {}
+        self._aliases: dict[str, str] = {}
+        self._closed = False
+        self.evicted = 0
+        self.connects = 0
+        self.connect_failures = 0
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The live links."""
+        return tuple(peer.link for peer in self._peers.values() if peer.link is not None and peer.live)
+
+    def states(self) -> dict[str, int]:
+        """How many known peers are in each breaker state."""
+        now = self._clock()
+        counts = {CLOSED: 0, OPEN: 0, HALF_OPEN: 0}
+        for peer in self._peers.values():
+            counts[peer.breaker.state(now)] += 1
+        return counts
+
+    # -- using ---------------------------------------------------------------------------------------
+
+    async def get(self, addresses: Sequence[str], node_id: str, deadline: Deadline) -> Link:
+        """A ready link to the node. Raises `PeerUnreachable` (with each candidate's reason), what the peer refused
+        with, `ResourceExhausted` when every link is in use, or `TransferTimeout`."""
+        if self._closed:
+            raise ClosedError("the peer pool is closed")
+        peer = self._peer(tuple(addresses), node_id)
+        peer.used_at = self._clock()
+        if peer.link is not None and peer.live:
+            return peer.link
+        connecting = peer.connecting or self._connect(peer)
+        try:
+            async with asyncio.timeout_at(deadline.at):
+                return await asyncio.shield(connecting)
+        except TimeoutError:
+            raise TransferTimeout("the deadline passed while connecting to the peer", peer=peer.key) from None
+
+    def preconnect(self, addresses: Sequence[str], node_id: str = "") -> None:
+        """Connect now and stay connected: a lost link is made again with growing back-off."""
+        peer = self._peer(tuple(addresses), node_id)
+        peer.keep = True
+        self._reconnect(peer)
+
+    def pin(self, link: Link) -> None:
+        """A live claim depends on the link: it is not evicted, and watched closely."""
+        self._change_pins(link, 1)
+
+    def unpin(self, link: Link) -> None:
+        """The counterpart of `pin`."""
+        self._change_pins(link, -1)
+
+    def heard_from(self, node_id: str) -> None:
+        """The node dialled us: whatever the breaker believed, the next attempt may start."""
+        for peer in self._peers.values():
+            if peer.node_id == node_id and not peer.live:
+                peer.breaker.next_at = 0.0
+
+    async def aclose(self, reason: str) -> None:
+        """Say goodbye on every link and forget all peers."""
+        self._closed = True
+        links = self.links
+        for peer in self._peers.values():
+            if peer.retry is not None:
+                peer.retry.cancel()
+            if peer.connecting is not None and not peer.connecting.done():
+                peer.connecting.set_exception(ClosedError("the peer pool is closed"))
+        self._peers.clear()
+        self._aliases.clear()
+        for link in links:
+            link.start_close(reason)
+        for link in links:
+            await link.wait_closed()
+
+    # -- connecting ----------------------------------------------------------------------------------
+
+    def _connect(self, peer: _Peer) -> asyncio.Future[Link]:
+        now = self._clock()
+        wait_s = peer.breaker.wait_s(now)
+        if wait_s > 0:
+            raise PeerUnreachable(
+                f"the peer failed {peer.breaker.failures} times in a row; last: {peer.last_error}",
+                peer=peer.key,
+                breaker=OPEN,
+                retry_in_s=round(wait_s, 3),
+            )
+        self._make_room(peer)
+        peer.connecting = asyncio.get_running_loop().create_future()
+        peer.connecting.add_done_callback(_retrieve)
+        self._owner.spawn(self._attempt(peer, peer.connecting), f"connect {peer.key}")
+        return peer.connecting
+
+    async def _attempt(self, peer: _Peer, result: asyncio.Future[Link]) -> None:
+        self.connects += 1
+        try:
+            link = await self._dial(peer.addresses, peer.node_id)
+        except KvxferError as failure:
+            self._failed(peer, failure)
+            if not result.done():
+                result.set_exception(failure)
+            return
+        except asyncio.CancelledError:
+            peer.connecting = None
+            if not result.done():
+                result.set_exception(ClosedError("the peer pool is closed"))
+            raise
+        peer.connecting = None
+        if result.done():  # the pool was closed meanwhile
+            link.start_close("not needed")
+            return
+        peer.breaker.succeeded()
+        result.set_result(self._settle(peer, link))
+
+    def _settle(self, peer: _Peer, link: Link) -> Link:
+        """Make ``link`` the peer's one link, unless another entry turned out to be the same process."""
+        facts = link.peer
+        other = self._peers.get(facts.node_id)
+        if other is not None and other is not peer and other.link is not None and other.live:
+            if other.link.peer.incarnation == facts.incarnation:
+                self._alias(peer, other)
+                link.start_close("another link to this node exists")
+                return other.link
+            other.link.abort(f"the peer restarted as {facts.incarnation}")
+        if peer.key != facts.node_id:
+            self._rename(peer, facts.node_id)
+        peer.link = link
+        peer.used_at = self._clock()
+        link.closed.add_done_callback(lambda _: self._lost(peer, link))
+        return link
+
+    def _failed(self, peer: _Peer, failure: KvxferError) -> None:
+        peer.connecting = None
+        self.connect_failures += 1
+        now = self._clock()
+        peer.last_error = str(failure)
+        backoff_s = peer.breaker.failed(now, self._rng.random())
+        if now - peer.logged_at >= LOG_EVERY_S:
+            more = f" ({peer.suppressed} more like it suppressed)" if peer.suppressed else ""
+            log.warning("cannot connect to %s: %s%s", peer.key, failure, more)
+            peer.logged_at, peer.suppressed = now, 0
+        else:
+            peer.suppressed += 1
+        self._retry_later(peer, backoff_s)
+
+    def _lost(self, peer: _Peer, link: Link) -> None:
+        if peer.link is link:
+            peer.link = None
+            self._retry_later(peer, peer.breaker.backoff_s * self._rng.random())
+
+    def _retry_later(self, peer: _Peer, delay_s: float) -> None:
+        if peer.keep and not self._closed:
+            if peer.retry is not None:
+                peer.retry.cancel()
+            peer.retry = asyncio.get_running_loop().call_later(delay_s, self._reconnect, peer)
+
+    def _reconnect(self, peer: _Peer) -> None:
+        if self._closed or peer.live or peer.connecting is not None:
+            return
+        try:
+            self._connect(peer)
+        except KvxferError:  # breaker still open, or no room: both pass
+            self._retry_later(peer, max(peer.breaker.wait_s(self._clock()), peer.breaker.backoff_s))
+
+    # -- the table -----------------------------------------------------------------------------------
+
+    def _peer(self, addresses: tuple[str, ...], node_id: str) -> _Peer:
+        key = node_id or ",".join(addresses)
+        key = self._aliases.get(key, key)
+        peer = self._peers.get(key)
+        if peer is None:
+            self._forget_oldest()
+            breaker = Breaker(backoff_s=self._backoff_s, backoff_s_max=self._backoff_s_max)
+            peer = _Peer(key=key, addresses=addresses, node_id=node_id, breaker=breaker, used_at=self._clock())
+            self._peers[key] = peer
+        elif node_id and addresses and peer.addresses != addresses:
+            peer.addresses = addresses  # the caller's are the newer ones
+        return peer
+
+    def _rename(self, peer: _Peer, node_id: str) -> None:
+        """Found out by connecting who it is: later callers may come by node id or by these addresses."""
+        del self._peers[peer.key]
+        self._aliases[peer.key] = node_id
+        replaced = self._peers.pop(node_id, None)
+        if replaced is not None:
+            peer.keep, peer.pins = peer.keep or replaced.keep, peer.pins + replaced.pins
+        peer.key = node_id
+        self._peers[node_id] = peer
+
+    def _alias(self, peer: _Peer, other: _Peer) -> None:
+        self._peers.pop(peer.key, None)
+        self._aliases[peer.key] = other.key
+        other.keep = other.keep or peer.keep
+
+    def _make_room(self, wanted: _Peer) -> None:
+        holding = [peer for peer in self._peers.values() if peer.live or peer.connecting is not None]
+        if len(holding) < self._links_max:
+            return
+        idle = [peer for peer in holding if not peer.busy and peer is not wanted]
+        if not idle:
+            raise ResourceExhausted("every peer link is in use", peer=wanted.key, limit=self._links_max, retryable=True)
+        oldest = min(idle, key=lambda peer: peer.used_at)
+        assert oldest.link is not None
+        link, oldest.link = oldest.link, None
+        self.evicted += 1
+        link.start_close("idle, made room for another peer")
+
+    def _forget_oldest(self) -> None:
+        limit = self._links_max * ENTRIES_PER_LINK
+        if len(self._peers) >= limit:
+            dead = [peer for peer in self._peers.values() if not peer.live and not peer.busy]
+            if not dead:
+                raise ResourceExhausted("too many peers", limit=limit, retryable=True)
+            del self._peers[min(dead, key=lambda peer: peer.used_at).key]
+        if len(self._aliases) >= limit:
+            self._aliases.clear()  # only a shortcut: the next connect finds the node again
+
+    def _change_pins(self, link: Link, change: int) -> None:
+        for peer in self._peers.values():
+            if peer.link is link:
+                peer.pins = max(0, peer.pins + change)
+                return
+
+
+def _retrieve(future: asyncio.Future[Link]) -> None:
+    if not future.cancelled():
+        future.exception()

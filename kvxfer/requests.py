@@ -1,0 +1,97 @@
+"""The requests of one link that wait for their reply: each ends once, by a reply, its deadline or the link's end.
+
+The idea: a reply that was on time is never called late. Event loops differ in whether they run due timers before or
+after they read sockets, so a deadline that fires waits for one more turn before it gives the request up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from typing import Any
+
+from kvxfer.errors import KvxferError, TooManyPending, TransferTimeout
+from kvxfer.wire import messages as m
+from kvxfer.wire.codec import Message
+from kvxfer.wire.faults import exception_of
+
+LATE_GRACE_S = 0.002  # what lies in the socket when the deadline fires was not late
+REPLIES = (m.Done, m.Posted, m.Claimed, m.StatusReply, m.EchoReply, m.Error)
+
+
+class _Waiting:
+    """A future, and the timer behind it."""
+
+    __slots__ = ("future", "timer", "what")
+
+    def __init__(self, future: asyncio.Future[Message], what: str) -> None:
+        self.future = future
+        self.what = what
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Requests:
+    """Pending requests by their number. At most ``pending_max`` at a time."""
+
+    def __init__(self, pending_max: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pending_max = pending_max
+        self._pending: dict[int, _Waiting | None] = {}  # None: nobody waits for the reply
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def number(self, peer: str) -> int:
+        """A number for a new request. Raises `TooManyPending`."""
+        if len(self._pending) >= self._pending_max:
+            raise TooManyPending("too many unanswered requests", peer=peer, limit=self._pending_max)
+        return next(self._numbers)
+
+    def forget(self, number: int) -> None:
+        """A request that nobody waits for: its reply will be dropped."""
+        self._pending[number] = None
+
+    async def wait(self, number: int, what: str, *, timeout: float, peer: str) -> Message:
+        """The reply; an `Error` reply is raised as the error that it names. Raises `TransferTimeout`. Cancel-safe."""
+        waiting = _Waiting(self._loop.create_future(), what)
+        waiting.timer = self._loop.call_later(timeout, self._deadline_passed, waiting, peer)
+        self._pending[number] = waiting
+        try:
+            return await waiting.future
+        finally:
+            self._pending.pop(number, None)
+            waiting.timer.cancel()
+
+    def take(self, reply: Any, peer: str) -> bool:
+        """Hand a reply to whoever waits for it; False when its request had been given up."""
+        if reply.rid not in self._pending:
+            return False
+        waiting = self._pending.pop(reply.rid)
+        if waiting is None:
+            return True
+        if waiting.future.done():
+            return False
+        if isinstance(reply, m.Error):
+            error = exception_of(reply)
+            error.peer = error.peer or peer
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(reply)
+        return True
+
+    def fail(self, error: KvxferError) -> None:
+        """The link has ended: every request fails with (its own copy of) the reason."""
+        pending, self._pending = self._pending, {}
+        for waiting in pending.values():
+            if waiting is not None and not waiting.future.done():
+                waiting.future.set_exception(copy.copy(error))
+
+    def _deadline_passed(self, waiting: _Waiting, peer: str) -> None:
+        waiting.timer = self._loop.call_later(LATE_GRACE_S, self._give_up, waiting, peer)
+
+    def _give_up(self, waiting: _Waiting, peer: str) -> None:
+        if not waiting.future.done():
+            text = f"no reply to {waiting.what} before the deadline"
+            waiting.future.set_exception(TransferTimeout(text, peer=peer))
