@@ -1,8 +1,8 @@
 """A prompt is prefilled in one process and decoded in another; kvxfer moves the KV cache between two node daemons.
 
-Four processes besides this one: daemon A, daemon B, a prefill worker on A, a decode worker on B. Every generated token is
-compared with an undivided run of the same model in this process. Exit status 0: all tokens equal; 1: one differs (which is
-what --damage must lead to) or something failed.
+Four processes besides this one: daemon A, daemon B, a prefill worker on A, a decode worker on B. Every generated
+token is compared with an undivided run of the same model in this process. Exit status 0: all tokens equal; 1: one
+differs (which is what --damage must lead to) or something failed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def adoption(transport: str, prefill: Remote, decode: Remote, node: list[s
 
 async def run(args: argparse.Namespace) -> int:
     """All of it; returns the exit status."""
-    prompt = Path(args.prompt).resolve()
+    prompt: Path = args.prompt
     transports, ways = args.transports.split(","), args.ways.split(",")
     progress = Progress(3 + 2 * len(transports) + len(transports) * len(ways))
     progress.step("undivided run of the model in this process")
@@ -174,9 +174,8 @@ def report(rows: list[Row], prompt: Path, prompt_tokens: int, expected: list[int
     print(f"{'transport':<10} {'way':<6} {'bytes':>12} {'ms':>9} {'GB/s':>7} {'copies/byte':>12}  verified")
     for row in rows:
         rate = row.bytes / row.ms / 1e6
-        print(
-            f"{row.transport:<10} {row.way:<6} {row.bytes:>12} {row.ms:>9.2f} {rate:>7.2f} {row.copies:>12.2f}  {row.verified}"
-        )
+        numbers = f"{row.bytes:>12} {row.ms:>9.2f} {rate:>7.2f} {row.copies:>12.2f}"
+        print(f"{row.transport:<10} {row.way:<6} {numbers}  {row.verified}")
     print(f"ms: median of {args.repeat} transfers of the whole cache with rendezvous and commit, without computing.")
     print("copies/byte: counted by the engines of both workers (tcp: one into and one out of the kernel).")
     wrong = [row for row in rows if "DIFFER" in row.verified]
@@ -191,7 +190,9 @@ def report(rows: list[Row], prompt: Path, prompt_tokens: int, expected: list[int
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--prompt", default=str(HERE.parent / "README.md"), help="text file (default: the README)")
+    parser.add_argument(
+        "--prompt", type=Path, default=HERE.parent / "README.md", help="text file (default: the README)"
+    )
     parser.add_argument("--tokens", type=int, default=48, help="tokens to decode (default 48)")
     parser.add_argument("--transports", default="shm,tcp", help="comma list (default shm,tcp)")
     parser.add_argument("--ways", default="push,pull", help="comma list (default push,pull)")
@@ -199,7 +200,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for each step (default 20)")
     parser.add_argument("--damage", action="store_true", help="damage the cache after it arrived: tokens must differ")
     args = parser.parse_args()
-    if not Path(args.prompt).is_file():
+    args.prompt = args.prompt.resolve()
+    if not args.prompt.is_file():
         parser.error(f"--prompt: {args.prompt} is not a file")
     if not 1 <= args.tokens <= 512 or not 1 <= args.repeat <= 1000:
         parser.error("--tokens must be 1 to 512 and --repeat 1 to 1000")

@@ -1,7 +1,7 @@
 """One worker of the demonstration: holds a paged KV cache, prefills or decodes, and moves the cache with kvxfer.
 
-It is driven by `demo.py` over stdin and stdout (kvxfer.testing.worker). What is worth reading for a user of the library: `push_prefill`,
-`land_decode`, `publish_prefill` and `pull_decode`.
+It is driven by `demo.py` over stdin and stdout (kvxfer.testing.worker). What is worth reading for a user of the
+library: `push_prefill`, `land_decode`, `publish_prefill` and `pull_decode`.
 """
 
 from __future__ import annotations

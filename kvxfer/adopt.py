@@ -1,5 +1,5 @@
-"""Taking over a landing: a push that came before its decode worker was chosen lies in the daemon's memory; a local worker
-maps that memory and reads it in place. No byte is copied."""
+"""Taking over a landing: a push that came before its decode worker was chosen lies in the daemon's memory; a local
+worker maps that memory and reads it in place. No byte is copied."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Adoption:
-    """``async with client.adopt(request_id) as landed``: ``landed.array`` is the memory (uint8, read-only), ``layout`` and
-    ``table`` say what lies where. Leaving the block gives the memory back to the daemon."""
+    """``async with client.adopt(request_id) as landed``: ``landed.array`` is the memory (uint8, read-only),
+    ``layout`` and ``table`` say what lies where. Leaving the block gives the memory back to the daemon."""
 
     def __init__(self, client: Client, request_id: str, *, wait_s: float, timeout: float) -> None:
         self._client = client

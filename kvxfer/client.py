@@ -1,8 +1,8 @@
 """`Client`: what an inference worker uses. Regions, one-sided put and get, push, pull, small messages.
 
-A client has one engine (the data plane inside this process) and one link to its node's daemon. All methods belong to the
-event loop in which the client was entered. Every timeout is in seconds and finite; the default is the configuration's
-`timeout_s`.
+A client has one engine (the data plane inside this process) and one link to its node's daemon. All methods belong to
+the event loop in which the client was entered. Every timeout is in seconds and finite; the default is the
+configuration's `timeout_s`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvxfer.memory import borrow
 from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind, RegionInfo
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
-from kvxfer.paths import counters_path, daemon_socket
+from kvxfer.paths import counters_path, daemon_socket, socket_dir
 from kvxfer.peer import Peer, as_node
 from kvxfer.publish import Publication, Pull, Pulled, as_ticket
 from kvxfer.push import Push
@@ -67,15 +67,17 @@ class Client:
     # -- life -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Client:
-        socket = daemon_socket(self.config) if self._socket is None else self._socket
-        directory = socket.parent
+        directory = socket_dir(self.config) if self._socket is None else self._socket.parent
+        socket = daemon_socket(directory) if self._socket is None else self._socket
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
         facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
         # The daemon first: without it there is nothing to clean up, and it knows what to advertise.
         engine = Engine(
-            EngineConfig.from_config(self.config, engine_id, socket_dir=str(directory), counters_path=str(counters))
+            EngineConfig.from_config(
+                self.config, engine_id, socket_dir=str(directory), counters_path=str(counters), tcp_port=0
+            )
         )
         self._engine = engine
         try:
@@ -133,14 +135,14 @@ class Client:
     async def alloc(self, length: int, *, numa_node: int | None = None) -> Region:
         """``length`` bytes of shareable memory (hugepages when there are any), touched once; ``region.array`` is it.
 
-        Peers on this host reach it without a system call per transfer. Raises `ShmTooSmall` or `RegistrationError` (what was
-        asked for, what there is, what to do) and `InvalidLength`.
+        Peers on this host reach it without a system call per transfer. Raises `ShmTooSmall` or `RegistrationError`
+        (what was asked for, what there is, what to do) and `InvalidLength`.
         """
         check_span(0, length, U64_MAX, "alloc")
         plane = self.plane
         engine = plane.engine
         # Touching pages takes about a second per GiB: never on the loop.
-        working = asyncio.ensure_future(asyncio.to_thread(engine.alloc, length, numa_node))
+        working = self._tasks.run(asyncio.to_thread(engine.alloc, length, numa_node), "alloc")
         try:
             info = await asyncio.shield(working)
         except asyncio.CancelledError:
@@ -156,15 +158,12 @@ class Client:
     async def register(self, memory: Any) -> Region:
         """Make memory that the caller owns reachable: a numpy array, a CPU tensor, DLPack, or anything with a buffer.
 
-        The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial overlap is
-        an `OverlapError` that names the region in the way.
+        The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
+        overlap is an `OverlapError` that names the region in the way.
         """
         found = borrow(memory)
         info = self.plane.engine.register(found.address, found.length, read_only=found.read_only)
-        view = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * found.length).from_address(found.address))
-        if found.read_only:
-            view.flags.writeable = False
-        return Region(self.plane, info, view, found.owner)
+        return Region(self.plane, info, found.array, found.owner)
 
     # -- one-sided ------------------------------------------------------------------------------------------
 
@@ -230,7 +229,9 @@ class Client:
         return self.plane.start((part,), timeout=limit, peer=remote.node_id)
 
     def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
-        """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of values."""
+        """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of
+        values.
+        """
         return Notifications(self.plane, descriptor)
 
     # -- nodes, names, messages -------------------------------------------------------------------------------
@@ -271,7 +272,9 @@ class Client:
         lease_s: float | None = None,
         timeout: float | None = None,
     ) -> Landing:
-        """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after ``timeout``."""
+        """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after
+        ``timeout``.
+        """
         return Landing(
             self,
             _request_id(request_id),
@@ -295,8 +298,8 @@ class Client:
     ) -> Push:
         """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
 
-        With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there takes
-        them over with `adopt`.
+        With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
+        takes them over with `adopt`.
         """
         limit = self.config.timeout_s if timeout is None else timeout
         return Push(
@@ -339,7 +342,9 @@ class Client:
         timeout: float | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> Pulled:
-        """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes complete."""
+        """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes
+        complete.
+        """
         limit = self.config.timeout_s if timeout is None else timeout
         return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
 

@@ -173,7 +173,8 @@ class Control:
 
     async def _post(self, handle: PostingHandle, deadline: Deadline) -> None:
         link = await self.link(deadline)
-        pending = asyncio.ensure_future(link.request(handle.message, timeout=deadline.require("the daemon answered")))
+        timeout = deadline.require("the daemon answered")
+        pending = self._tasks.run(link.request(handle.message, timeout=timeout), "post")
         pending.add_done_callback(lambda done: self._posted(handle, done))
         await asyncio.shield(pending)
 
@@ -210,7 +211,8 @@ class Control:
         """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled."""
         link = await self.link(deadline)
         message = replace(message, engine_id=self._facts.engine_id)
-        pending = asyncio.ensure_future(link.request(message, timeout=deadline.require("the offer was claimed")))
+        timeout = deadline.require("the offer was claimed")
+        pending = self._tasks.run(link.request(message, timeout=timeout), "claim")
         try:
             reply = await asyncio.shield(pending)
         except asyncio.CancelledError:

@@ -89,7 +89,9 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A part on its way into the engine: the import that it uses, and its place in the peer's window if it needs one."""
+    """A part on its way into the engine: the import that it uses, and its place in the peer's window if it needs
+    one.
+    """
 
     transfer: Transfer
     part: Part
@@ -202,7 +204,9 @@ class DataPlane:
     # -- transfers --------------------------------------------------------------------------------------
 
     def start(self, parts: Sequence[Part], *, timeout: float, peer: str) -> Transfer:
-        """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's outcome."""
+        """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
+        outcome.
+        """
         if self._closed:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
@@ -563,6 +567,7 @@ class DataPlane:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
         self.engine.close()
+        await asyncio.sleep(0)  # the completions that closing brought reach their transfers
 
 
 def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:

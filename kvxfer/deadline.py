@@ -19,7 +19,9 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: float) -> Deadline:
-        """The moment ``timeout`` seconds from now. There is no endless wait: the timeout must be finite and positive."""
+        """The moment ``timeout`` seconds from now. There is no endless wait: the timeout must be finite and
+        positive.
+        """
         good = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
         if not good or not 0 < timeout <= TIMEOUT_S_MAX:
             raise UsageError("timeout must be a positive number of seconds", value=repr(timeout), limit_s=TIMEOUT_S_MAX)

@@ -1,8 +1,8 @@
 """Moving a whole KV cache: what both sides agree on before a byte moves, shared by push (landing.py's way in) and pull.
 
 A *posting* is the body that an offer or ticket carries from its owner to the claimant through the control plane: cache
-layout, block table and remote descriptors. `Posting` packs and unpacks it; everything in it that came from the other side is
-validated before it is used.
+layout, block table and remote descriptors. `Posting` packs and unpacks it; everything in it that came from the other
+side is validated before it is used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class LayerPart:
 
 
 def layer_parts(plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting) -> list[LayerPart]:
-    """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's grant."""
+    """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's
+    grant.
+    """
     parts = []
     for batch in plan.layer(layer):
         put = kind is OpKind.PUT

@@ -1,26 +1,31 @@
-"""What counts as memory: numpy arrays, anything with the buffer protocol, DLPack producers and torch tensors on the CPU.
+"""What counts as memory: numpy arrays, anything with the buffer protocol, DLPack producers and torch tensors on the
+CPU.
 
 `borrow` finds address and length of the bytes without copying them and returns an object that keeps them alive. Only
-contiguous memory qualifies: a gap inside a registration would be reachable by peers although it belongs to somebody else.
+contiguous memory qualifies: a gap inside a registration would be reachable by peers although it belongs to somebody
+else.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedMemory:
-    """Bytes of somebody else: address, length in bytes, and who keeps them alive."""
+    """Bytes of somebody else: address, length, the same as an array (shape (length,)), and who keeps them alive."""
 
     address: int
     length: int
     read_only: bool
+    array: npt.NDArray[np.uint8]
     owner: object
 
 
@@ -51,9 +56,13 @@ def _from_array(array: np.ndarray[Any, Any], owner: object) -> BorrowedMemory:
         raise InvalidLength("cannot register an empty array", length=0)
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         raise UsageError("cannot register an array that is not contiguous", hint="register the array it is a view of")
-    return BorrowedMemory(
-        address=array.ctypes.data, length=array.nbytes, read_only=not array.flags.writeable, owner=owner
-    )
+    return _borrowed(array.ctypes.data, array.nbytes, not array.flags.writeable, owner)
+
+
+def _borrowed(address: int, length: int, read_only: bool, owner: object) -> BorrowedMemory:
+    view = np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B"), dtype=np.uint8)
+    view.flags.writeable = not read_only
+    return BorrowedMemory(address=address, length=length, read_only=read_only, array=view, owner=owner)
 
 
 def _from_tensor(tensor: Any) -> BorrowedMemory:
@@ -67,7 +76,7 @@ def _from_tensor(tensor: Any) -> BorrowedMemory:
     length = int(tensor.numel()) * int(tensor.element_size())
     if length == 0:
         raise InvalidLength("cannot register an empty tensor", length=0)
-    return BorrowedMemory(address=int(tensor.data_ptr()), length=length, read_only=False, owner=tensor)
+    return _borrowed(int(tensor.data_ptr()), length, False, tensor)
 
 
 def _from_dlpack(source: Any) -> BorrowedMemory:

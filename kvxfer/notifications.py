@@ -21,8 +21,9 @@ PENDING_MAX = 65536
 class Notifications:
     """``async with client.notifications(descriptor) as told: value = await told.next(timeout=5)``.
 
-    Each value comes after the bytes of the put that sent it. When the last peer that used the descriptor vanishes, `next`
-    raises `PeerLost` (after the values that arrived before); more than `PENDING_MAX` values not fetched is a `BusyError`.
+    Each value comes after the bytes of the put that sent it. When the last peer that used the descriptor vanishes,
+    `next` raises `PeerLost` (after the values that arrived before); more than `PENDING_MAX` values not fetched is a
+    `BusyError`.
     """
 
     def __init__(self, plane: DataPlane, descriptor: RemoteDescriptor) -> None:

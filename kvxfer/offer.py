@@ -1,7 +1,8 @@
 """Decode's side of a push: `Landing`, the memory that a prefill peer writes into, layer by layer.
 
-Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block revokes
-the grants at once, and the block ids stay quarantined in the ledger until the engine says that no peer can move a byte.
+Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block
+revokes the grants at once, and the block ids stay quarantined in the ledger until the engine says that no peer can
+move a byte.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
 
 
 class Landing:
-    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when the push committed.
+    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when the push
+    committed.
 
-    ``committed`` is True only when every layer's bytes are here (and verified, if asked). A failure of the other side is
-    raised from the iteration (or from `wait`) as a typed error, within milliseconds where the peer's death is visible.
+    ``committed`` is True only when every layer's bytes are here (and verified, if asked). A failure of the other side
+    is raised from the iteration (or from `wait`) as a typed error, within milliseconds where the peer's death is
+    visible.
     """
 
     def __init__(

@@ -54,7 +54,9 @@ class Peer:
 
 
 def as_node(node: str | Sequence[str]) -> tuple[str, ...]:
-    """Candidate addresses as a tuple; () means this node. A mistyped address is refused here, before anything is sent."""
+    """Candidate addresses as a tuple; () means this node. A mistyped address is refused here, before anything is
+    sent.
+    """
     candidates = (node,) if isinstance(node, str) else tuple(node)
     if len(candidates) > CANDIDATES_MAX:
         raise UsageError("too many candidate addresses", field="node", value=len(candidates), limit=CANDIDATES_MAX)

@@ -1,7 +1,7 @@
 """Pull: prefill publishes a request under a ticket (`Publication`), decode fetches it when it is ready (`pull`).
 
-The bytes are read by decode straight from the publisher's memory. The publisher is released by a notification on the data
-path, counted once per consumer; a pull of nothing releases it just the same.
+The bytes are read by decode straight from the publisher's memory. The publisher is released by a notification on the
+data path, counted once per consumer; a pull of nothing releases it just the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
-from kvxfer.transfer import Transfer, gather_settled
+from kvxfer.transfer import Transfer, settle_within
 from kvxfer.wire.messages import Claim, PostingEvent
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ RELEASED, EXPIRED, WITHDRAWN = "released", "expired", "withdrawn"
 class Publication:
     """``async with client.publish(...) as ticket``: the blocks stay readable inside the block.
 
-    Leaving it normally waits until every consumer has released it or the lease ran out; leaving it by an exception withdraws
-    it at once. ``outcome`` then says "released", "expired" or "withdrawn". `to_dict` and `to_json` are what a router carries.
+    Leaving it normally waits until every consumer has released it or the lease ran out; leaving it by an exception
+    withdraws it at once. ``outcome`` then says "released", "expired" or "withdrawn". `to_dict` and `to_json` are what
+    a router carries.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class Pulled:
 
 
 class Pull:
-    """One fetch of a ticket; `run` does it all. Whatever ends it early, the target blocks stay quarantined until quiet."""
+    """One fetch of a ticket; `run` does it all. Whatever ends it early, the target blocks stay quarantined until
+    quiet.
+    """
 
     def __init__(
         self,
@@ -295,7 +298,8 @@ class Pull:
         try:
             await self._client.plane.start([notice], timeout=left, peer=self._ticket.request_id)
         except TransferError:
-            # Every byte is here; a publisher that just withdrew needs no release, and the settle message tells the rest.
+            # Every byte is here; a publisher that just withdrew needs no release, and the settle message tells the
+            # rest.
             return
 
     def _on_claim(self, event: PostingEvent) -> None:
@@ -322,11 +326,9 @@ class Pull:
             cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
         )
         self._fail(error)
-        settling = asyncio.ensure_future(gather_settled(self._running))
         try:
-            await asyncio.wait([settling], timeout=self._client.config.cancel_s * 2)
+            await settle_within(self._client.config.cancel_s * 2, self._running)
         finally:
-            settling.cancel()
             outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
             self._client.control.settle_in_background(claim, outcome, error)
 

@@ -1,12 +1,11 @@
 """Prefill's side of a push: claim the other side's offer (or a landing of its daemon), write layer by layer, commit.
 
-One rendezvous per request; from then on each layer is one submit with its notification riding behind the bytes. Leaving the
-block commits; an exception aborts: every write is ended first, then the other side is told.
+One rendezvous per request; from then on each layer is one submit with its notification riding behind the bytes.
+Leaving the block commits; an exception aborts: every write is ended first, then the other side is told.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -26,7 +25,7 @@ from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout, plan
 from kvxfer.region import KVCache
-from kvxfer.transfer import Transfer, gather_settled
+from kvxfer.transfer import Transfer, settle_within
 from kvxfer.wire.messages import Claim, Land, PostingEvent
 
 if TYPE_CHECKING:
@@ -86,7 +85,9 @@ class Push:
         return self
 
     async def layer(self, index: int) -> Transfer:
-        """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in flight."""
+        """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in
+        flight.
+        """
         self._require(index)
         while len(self._running) >= LAYERS_IN_FLIGHT_MAX:
             await self._running[0]
@@ -161,9 +162,10 @@ class Push:
         self._raise_if_failed()
 
     def _submit(self, index: int) -> Transfer:
-        assert (
-            self._plan is not None and self._peer is not None and self._claim is not None and self._deadline is not None
-        )
+        assert self._plan is not None
+        assert self._peer is not None
+        assert self._claim is not None
+        assert self._deadline is not None
         parts = layer_parts(self._plan, index, OpKind.PUT, self._cache, self._peer)
         tag = tags.pack(tags.LAYER, self._claim.claim, index)
         peer, check = self._peer, self._peer.check
@@ -234,11 +236,9 @@ class Push:
         )
         self._fail(error)
         # Told only when nothing of ours moves any more; a peer that is frozen must not hold us here for ever.
-        waiting = asyncio.ensure_future(gather_settled(tuple(self._running)))
         try:
-            await asyncio.wait([waiting], timeout=self._client.config.cancel_s * 2)
+            await settle_within(self._client.config.cancel_s * 2, self._running)
         finally:
-            waiting.cancel()
             self._finish("cancelled" if isinstance(error, TransferCancelled) else "failed", error)
 
     def _finish(self, outcome: str, error: KvxferError | None) -> None:
@@ -252,7 +252,9 @@ class Push:
 
 
 def landing_layout(source: CacheLayout, table: BlockTable) -> tuple[CacheLayout, BlockTable, int]:
-    """How a request lies in a landing: its own geometry, all blocks in order, every layer in one piece. And its bytes."""
+    """How a request lies in a landing: its own geometry, all blocks in order, every layer in one piece. And its
+    bytes.
+    """
     block_tokens = source.geometry.block_tokens
     first = table.first_token % block_tokens
     blocks = max(1, -(-(first + table.tokens) // block_tokens))

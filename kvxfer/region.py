@@ -1,4 +1,6 @@
-"""Registered memory as users hold it: `Region`, `Span` (a part of one) and `KVCache` (regions plus what the bytes mean)."""
+"""Registered memory as users hold it: `Region`, `Span` (a part of one) and `KVCache` (regions plus what the bytes
+mean).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def check_span(offset: object, length: object, limit: int, what: str) -> None:
             raise InvalidLength(
                 f"{what}: {name} must be {least} to 2^64-1 bytes", field=name, value=value, limit=U64_MAX
             )
-    assert isinstance(offset, int) and isinstance(length, int)
+    assert isinstance(offset, int)
+    assert isinstance(length, int)
     if length > limit or offset > limit - length:
         raise OutOfRange(f"{what}: the span leaves it", offset=offset, length=length, limit=limit)
 
@@ -104,8 +107,8 @@ class Region:
     ) -> RemoteDescriptor:
         """A new capability for ``length`` bytes from ``offset`` on; ``access`` is "r", "w" or "rw".
 
-        Every call makes another one with its own key; `revoke` takes a single one back. With ``expires_in_s`` it is revoked
-        by itself after that many seconds.
+        Every call makes another one with its own key; `revoke` takes a single one back. With ``expires_in_s`` it is
+        revoked by itself after that many seconds.
         """
         self.require()
         rights = ACCESS_BY_NAME.get(access)

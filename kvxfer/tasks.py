@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from kvxfer.errors import ClosedError
+
+T = TypeVar("T")
 
 
 class TaskOwner:
@@ -27,16 +29,21 @@ class TaskOwner:
 
     def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Run ``work`` until it ends or the owner closes. ``work`` handles its own expected errors."""
+        task = self.run(work, what)
+        task.add_done_callback(self._report)
+        return task
+
+    def run(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        """The same for work whose result, or error, somebody awaits."""
         if self._closed:
             work.close()
             raise ClosedError(f"{self._name} is closed: cannot start {what}")
         task = asyncio.get_running_loop().create_task(work, name=f"{self._name}: {what}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+    def _report(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             return
         error = task.exception()

@@ -1,15 +1,15 @@
 """`Transfer`: the awaitable handle of one piece of work with exactly one outcome.
 
-Two moments matter and are kept apart. The *outcome* is what the caller is told: done, failed, cancelled or timed_out; it is
-decided once and never changes. A transfer is *settled* when the engine has completed every token of it: from then on no
-byte of it moves on either side. A deadline gives the outcome at once and leaves the settling to the background; `cancel`
-returns only when settled.
+Two moments matter and are kept apart. The *outcome* is what the caller is told: done, failed, cancelled or timed_out;
+it is decided once and never changes. A transfer is *settled* when the engine has completed every token of it: from
+then on no byte of it moves on either side. A deadline gives the outcome at once and leaves the settling to the
+background; `cancel` returns only when settled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
 from kvxfer.errors import KvxferError, TransferCancelled, TransferTimeout
@@ -204,7 +204,17 @@ class Transfer:
         return self._outcome
 
 
-async def gather_settled(transfers: Sequence[Transfer]) -> None:
+async def gather_settled(transfers: Iterable[Transfer]) -> None:
     """Wait until all of them are settled."""
-    for transfer in transfers:
+    for transfer in tuple(transfers):
         await transfer.wait_settled()
+
+
+async def settle_within(limit_s: float, transfers: Iterable[Transfer]) -> bool:
+    """The same for at most ``limit_s``; False when some are not settled by then (they stay pinned and settle later)."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await gather_settled(transfers)
+    except TimeoutError:
+        return False
+    return True

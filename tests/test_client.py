@@ -231,7 +231,7 @@ async def test_mistyped_addresses_are_refused_before_anything_is_sent() -> None:
 
 
 async def test_without_a_daemon_the_error_says_what_to_do(tmp_path: object) -> None:
-    with pytest.raises(DaemonUnavailable, match="kvxferd.sock"):
+    with pytest.raises(DaemonUnavailable, match=r"kvxferd\.sock"):
         await kvxfer.Client(f"{tmp_path}/kvxferd.sock").__aenter__()
 
 

@@ -1,4 +1,6 @@
-"""Whole caches: push layer by layer, pull by ticket, adopt; and what either side is told when the other one ends early."""
+"""Whole caches: push layer by layer, pull by ticket, adopt; and what either side is told when the other one ends
+early.
+"""
 
 from __future__ import annotations
 
@@ -170,10 +172,14 @@ async def test_an_aborted_push_is_told_to_the_receiver(transport: str) -> None:
     async with two_nodes([transport]) as (a, b):
         source, source_table, sink, sink_table = await prepared(a, b)
         async with b.offer("r1", sink, sink_table) as landing:
-            with pytest.raises(ZeroDivisionError):
+
+            async def prefill_that_breaks() -> None:
                 async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
                     await push.layer(0)
                     raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                await prefill_that_breaks()
             with pytest.raises(TransferCancelled):
                 await asyncio.wait_for(landing.wait(), 2)
         await gauges_are_clean(a)
@@ -186,13 +192,19 @@ async def test_a_receiver_that_leaves_ends_the_push(transport: str) -> None:
         source, source_table, sink, sink_table = await prepared(a, b)
         offered = b.offer("r1", sink, sink_table)
         await offered.__aenter__()
-        with pytest.raises(KvxferError) as told:
+        before = None
+
+        async def prefill() -> None:
+            nonlocal before
             async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
                 await push.layer(0)
                 await offered.__aexit__(None, None, None)
                 before = sink.regions[0].array.copy()
                 for layer in (1, 2):
                     await push.layer(layer)
+
+        with pytest.raises(KvxferError) as told:
+            await prefill()
         assert told.value.code in ("cancelled", "revoked", "unknown_transfer")
         assert np.array_equal(before, sink.regions[0].array), "bytes moved after the landing was left"
         await gauges_are_clean(b)

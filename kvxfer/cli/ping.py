@@ -1,8 +1,8 @@
 """`kvxfer ping NODE`: is that node there, which ways lead to its memory, and how fast is each.
 
-Needs no daemon on this side: it runs an embedded one. The control path is a message through both daemons; the data path is
-measured per transport against the scratch region that every daemon shares under the name `kvxfer.ping`, each with a put
-(written and confirmed) and a get (read back and compared).
+Needs no daemon on this side: it runs an embedded one. The control path is a message through both daemons; the data
+path is measured per transport against the scratch region that every daemon shares under the name `kvxfer.ping`, each
+with a put (written and confirmed) and a get (read back and compared).
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def scattered(seed: int, pool_blocks: int, tokens: int, block_tokens: int) -> Bl
 
 
 def tokens_of(cache: KVCache, table: BlockTable, layer: int) -> Any:
-    """What a contiguous float32 PBNHD cache holds for a request's tokens in one layer: shape (parts, tokens, heads, size)."""
+    """What a contiguous float32 PBNHD cache holds for a request's tokens in one layer: shape (parts, tokens, heads,
+    size).
+    """
     geometry, blocks = cache.layout.geometry, cache.layout.blocks
     shape = (geometry.kv_parts, blocks, geometry.block_tokens, geometry.kv_heads, geometry.head_size)
     offset = cache.layout.placements[layer].offset

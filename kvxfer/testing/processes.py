@@ -1,7 +1,7 @@
 """Real processes for tests and demonstrations: daemons and workers that can be killed, stopped and waited for.
 
-Every process belongs to an ``async with`` block and is gone when the block is left, however it is left. Its stderr is kept
-(bounded) and shown when something went wrong.
+Every process belongs to an ``async with`` block and is gone when the block is left, however it is left. Its stderr is
+kept (bounded) and shown when something went wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvxfer.errors import DaemonUnavailable, TransferTimeout
+from kvxfer.tasks import TaskOwner
 
 STDERR_LINES_MAX = 200
 LINE_BYTES_MAX = 1 << 22
@@ -30,7 +31,8 @@ class Process:
         self.name = name
         self._child = child
         self.stderr: deque[str] = deque(maxlen=STDERR_LINES_MAX)
-        self._reader = asyncio.ensure_future(self._keep_stderr())
+        self._tasks = TaskOwner(name)
+        self._reader = self._tasks.spawn(self._keep_stderr(), "stderr")
 
     @property
     def pid(self) -> int:
@@ -131,9 +133,8 @@ class Daemon:
                 _, writer = await asyncio.open_unix_connection(str(self.socket))
             except OSError as refused:
                 if self.process.returncode is not None or asyncio.get_running_loop().time() > deadline:
-                    raise DaemonUnavailable(
-                        f"{self.process.name} does not serve {self.socket}: {refused}; its stderr: {self.process.tail()}"
-                    ) from refused
+                    what = f"{self.process.name} does not serve {self.socket}: {refused}"
+                    raise DaemonUnavailable(f"{what}; its stderr: {self.process.tail()}") from refused
                 await asyncio.sleep(0.02)
             else:
                 writer.close()
@@ -143,7 +144,7 @@ class Daemon:
 @asynccontextmanager
 async def daemon(directory: Path, *, name: str = "daemon", **options: object) -> AsyncIterator[Daemon]:
     """A daemon with its socket in ``directory``, on a loopback port of its own choosing, without HTTP by default."""
-    directory.mkdir(mode=0o700, exist_ok=True)
+    await asyncio.to_thread(directory.mkdir, mode=0o700, exist_ok=True)
     settings = {"socket_dir": directory, "listen": "127.0.0.1:0", "http": "", **options}
     environment = {f"KVXFER_{key.upper()}": str(value) for key, value in settings.items()}
     async with python_process(["-m", "kvxfer", "serve"], name=name, environment=environment) as process:

@@ -1,7 +1,7 @@
 """A worker process that is driven from outside: one JSON object per line in, one per line out.
 
-``{"do": name, ...}`` calls the coroutine method ``name`` of the handler and is answered by ``{"ok": true, ...}`` or, for a
-kvxfer error, ``{"ok": false, "error": code, "message": text}``. Any other error ends the process: it is a bug.
+``{"do": name, ...}`` calls the coroutine method ``name`` of the handler and is answered by ``{"ok": true, ...}`` or,
+for a kvxfer error, ``{"ok": false, "error": code, "message": text}``. Any other error ends the process: it is a bug.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""kill -9 each of the four processes of a transfer at random moments: the survivors get a typed error within two seconds
-(or finish), nothing leaks, and the next transfer is exact."""
+"""kill -9 each of the four processes of a transfer at random moments: the survivors get a typed error within two
+seconds (or finish), nothing leaks, and the next transfer is exact."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Cluster:
 
     async def kill(self, victim: str) -> None:
         kind, side = victim.split("-")
-        stack, found = (self.daemons if kind == "daemon" else self.workers)[side]  # type: ignore[index]
+        _, found = (self.daemons if kind == "daemon" else self.workers)[side]  # type: ignore[index]
         process = found.process if isinstance(found, Daemon) else found
         process.kill()
         await process.wait()
