@@ -1,7 +1,8 @@
 /* copy.c: memory copies and CRC-32C, chosen once per process by what the CPU offers.
  *
- * A cached copy reads the target's lines before it overwrites them, so a large copy costs three memory streams; non-temporal stores
- * cost two and leave the caches to whoever computes. They need whole aligned lines: head and tail go the cached way. */
+ * A cached copy reads the target's lines before it overwrites them, so a large copy costs three memory streams;
+ * non-temporal stores cost two and leave the caches to whoever computes. They need whole aligned lines: head and tail
+ * go the cached way. */
 #include "copy.h"
 
 #include <string.h>
@@ -11,72 +12,61 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define PREFETCH_AHEAD 1024
+/* Each copies `bytes` (a multiple of LINE) to an aligned target. Eight pages are walked side by side, a line of each in
+ * turn: one stream alone does not keep enough lines in flight (measured on a Sapphire Rapids guest: 9.3 GB/s with
+ * one, 11.1 with two, 12.4 with eight; prefetching on top of that gains nothing, and the NTA hint loses a third). */
+#define PAGE    UINT64_C(4096)
+#define STREAMS UINT64_C(8)
 
-/* Each takes an aligned target and a multiple of 256 bytes. */
-__attribute__((target("avx512f"))) static void nt_blocks_avx512(uint8_t *to, const uint8_t *from, uint64_t length) {
-    for (uint64_t i = 0; i < length; i += 4 * LINE) {
-        for (uint32_t line = 0; line < 4; line++) {
-            _mm_prefetch((const char *)from + i + PREFETCH_AHEAD + line * LINE, _MM_HINT_NTA);
-        }
-        __m512i a = _mm512_loadu_si512(from + i), b = _mm512_loadu_si512(from + i + LINE);
-        __m512i c = _mm512_loadu_si512(from + i + 2 * LINE), d = _mm512_loadu_si512(from + i + 3 * LINE);
-        _mm512_stream_si512((void *)(to + i), a);
-        _mm512_stream_si512((void *)(to + i + LINE), b);
-        _mm512_stream_si512((void *)(to + i + 2 * LINE), c);
-        _mm512_stream_si512((void *)(to + i + 3 * LINE), d);
-    }
-    _mm_sfence();
+__attribute__((target("avx512f"), always_inline)) static inline void line_avx512(uint8_t *to, const uint8_t *from) {
+    _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
 }
 
-__attribute__((target("avx2"))) static void nt_blocks_avx2(uint8_t *to, const uint8_t *from, uint64_t length) {
-    for (uint64_t i = 0; i < length; i += 2 * LINE) {
-        _mm_prefetch((const char *)from + i + PREFETCH_AHEAD, _MM_HINT_NTA);
-        _mm_prefetch((const char *)from + i + PREFETCH_AHEAD + LINE, _MM_HINT_NTA);
-        __m256i a = _mm256_loadu_si256((const void *)(from + i)), b = _mm256_loadu_si256((const void *)(from + i + 32));
-        __m256i c = _mm256_loadu_si256((const void *)(from + i + 64));
-        __m256i d = _mm256_loadu_si256((const void *)(from + i + 96));
-        _mm256_stream_si256((void *)(to + i), a);
-        _mm256_stream_si256((void *)(to + i + 32), b);
-        _mm256_stream_si256((void *)(to + i + 64), c);
-        _mm256_stream_si256((void *)(to + i + 96), d);
-    }
-    _mm_sfence();
+__attribute__((target("avx2"), always_inline)) static inline void line_avx2(uint8_t *to, const uint8_t *from) {
+    __m256i low = _mm256_loadu_si256((const void *)from), high = _mm256_loadu_si256((const void *)(from + 32));
+    _mm256_stream_si256((void *)to, low);
+    _mm256_stream_si256((void *)(to + 32), high);
 }
 
-static void nt_blocks_sse2(uint8_t *to, const uint8_t *from, uint64_t length) {
-    for (uint64_t i = 0; i < length; i += LINE) {
-        _mm_prefetch((const char *)from + i + PREFETCH_AHEAD, _MM_HINT_NTA);
-        for (uint32_t part = 0; part < LINE; part += 16) {
-            _mm_stream_si128((void *)(to + i + part), _mm_loadu_si128((const void *)(from + i + part)));
-        }
+__attribute__((always_inline)) static inline void line_sse2(uint8_t *to, const uint8_t *from) {
+    for (uint32_t part = 0; part < LINE; part += 16) {
+        _mm_stream_si128((void *)(to + part), _mm_loadu_si128((const void *)(from + part)));
     }
-    _mm_sfence();
 }
 
-static void (*nt_blocks)(uint8_t *, const uint8_t *, uint64_t) = nt_blocks_sse2;
+#define NT_BLOCKS(name, line)                                                                                          \
+    static void name(uint8_t *to, const uint8_t *from, uint64_t bytes) {                                               \
+        uint64_t at = 0;                                                                                               \
+        for (; bytes - at >= STREAMS * PAGE; at += STREAMS * PAGE) {                                                   \
+            for (uint64_t i = 0; i < PAGE; i += 2 * LINE) {                                                            \
+                for (uint64_t page = at; page < at + STREAMS * PAGE; page += PAGE) {                                   \
+                    line(to + page + i, from + page + i);                                                              \
+                    line(to + page + i + LINE, from + page + i + LINE);                                                \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; at < bytes; at += LINE) {                                                                               \
+            line(to + at, from + at);                                                                                  \
+        }                                                                                                              \
+        _mm_sfence();                                                                                                  \
+    }
 
-__attribute__((target("sse4.2"))) static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, uint64_t length) {
-    uint64_t state = crc;
-    for (; length >= 8; length -= 8, p += 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        state = _mm_crc32_u64(state, word);
-    }
-    uint32_t narrow = (uint32_t)state;
-    for (; length != 0; length--, p++) {
-        narrow = _mm_crc32_u8(narrow, *p);
-    }
-    return narrow;
-}
+__attribute__((target("avx512f"))) NT_BLOCKS(nt_blocks_avx512, line_avx512) __attribute__((target("avx2")))
+NT_BLOCKS(nt_blocks_avx2, line_avx2) NT_BLOCKS(nt_blocks_sse2, line_sse2)
+
+    static void (*nt_blocks)(uint8_t *, const uint8_t *, uint64_t) = nt_blocks_sse2;
+
+#define CRC_TARGET          __attribute__((target("sse4.2")))
+#define CRC_WORD(crc, word) ((uint32_t)_mm_crc32_u64(crc, word))
+#define CRC_BYTE(crc, byte) _mm_crc32_u8(crc, byte)
 
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 
 #define HWCAP_CRC32_BIT (1ul << 7)
 
-static void nt_blocks_ldnp(uint8_t *to, const uint8_t *from, uint64_t length) {
-    for (uint64_t i = 0; i < length; i += LINE) {
+static void nt_blocks_ldnp(uint8_t *to, const uint8_t *from, uint64_t bytes) {
+    for (uint64_t i = 0; i < bytes; i += LINE) {
         const uint8_t *source = from + i;
         uint8_t *target = to + i;
         __builtin_prefetch(source + 1024, 0, 0);
@@ -93,17 +83,9 @@ static void nt_blocks_ldnp(uint8_t *to, const uint8_t *from, uint64_t length) {
 
 static void (*nt_blocks)(uint8_t *, const uint8_t *, uint64_t) = nt_blocks_ldnp;
 
-__attribute__((target("+crc"))) static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, uint64_t length) {
-    for (; length >= 8; length -= 8, p += 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        crc = __builtin_aarch64_crc32cx(crc, word);
-    }
-    for (; length != 0; length--, p++) {
-        crc = __builtin_aarch64_crc32cb(crc, *p);
-    }
-    return crc;
-}
+#define CRC_TARGET          __attribute__((target("+crc")))
+#define CRC_WORD(crc, word) __builtin_aarch64_crc32cx(crc, word)
+#define CRC_BYTE(crc, byte) __builtin_aarch64_crc32cb(crc, byte)
 
 #else
 static void nt_blocks_plain(uint8_t *to, const uint8_t *from, uint64_t length) {
@@ -111,6 +93,8 @@ static void nt_blocks_plain(uint8_t *to, const uint8_t *from, uint64_t length) {
 }
 static void (*nt_blocks)(uint8_t *, const uint8_t *, uint64_t) = nt_blocks_plain;
 #endif
+
+/* -- CRC-32C ------------------------------------------------------------------------------------------------ */
 
 static uint32_t crc_table[256]; /* of the reflected polynomial 0x82f63b78 */
 
@@ -120,6 +104,64 @@ static uint32_t crc_software(uint32_t crc, const uint8_t *p, uint64_t length) {
     }
     return crc;
 }
+
+#if defined(CRC_TARGET)
+#define LANE UINT64_C(1024) /* bytes per lane */
+
+static uint32_t lane_table[4][256]; /* what LANE zero bytes make of each byte of a crc */
+
+static uint32_t lane_skip(uint32_t crc) {
+    return lane_table[0][crc & 0xff] ^ lane_table[1][crc >> 8 & 0xff] ^ lane_table[2][crc >> 16 & 0xff] ^
+           lane_table[3][crc >> 24];
+}
+
+static void lane_table_make(void) {
+    uint32_t basis[32];
+    for (uint32_t bit = 0; bit < 32; bit++) {
+        uint32_t crc = UINT32_C(1) << bit;
+        for (uint64_t i = 0; i < LANE; i++) {
+            crc = (crc >> 8) ^ crc_table[crc & 0xff];
+        }
+        basis[bit] = crc;
+    }
+    for (uint32_t byte = 0; byte < 4; byte++) {
+        for (uint32_t value = 0; value < 256; value++) {
+            uint32_t sum = 0;
+            for (uint32_t bit = 0; bit < 8; bit++) {
+                sum ^= (value >> bit & 1) ? basis[8 * byte + bit] : 0;
+            }
+            lane_table[byte][value] = sum;
+        }
+    }
+}
+
+static inline uint64_t word_at(const uint8_t *p) {
+    uint64_t word;
+    memcpy(&word, p, sizeof(word));
+    return word;
+}
+
+/* The instruction takes three cycles but one can start in each: three lanes run side by side and are joined at their
+ * end. */
+CRC_TARGET static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, uint64_t length) {
+    for (; length >= 3 * LANE; length -= 3 * LANE, p += 3 * LANE) {
+        uint32_t second = 0, third = 0;
+        for (uint64_t i = 0; i < LANE; i += 8) {
+            crc = CRC_WORD(crc, word_at(p + i));
+            second = CRC_WORD(second, word_at(p + LANE + i));
+            third = CRC_WORD(third, word_at(p + 2 * LANE + i));
+        }
+        crc = lane_skip(lane_skip(crc) ^ second) ^ third;
+    }
+    for (; length >= 8; length -= 8, p += 8) {
+        crc = CRC_WORD(crc, word_at(p));
+    }
+    for (; length != 0; length--, p++) {
+        crc = CRC_BYTE(crc, *p);
+    }
+    return crc;
+}
+#endif
 
 static uint32_t (*crc_update)(uint32_t, const uint8_t *, uint64_t) = crc_software;
 
@@ -131,6 +173,9 @@ __attribute__((constructor)) static void choose(void) {
         }
         crc_table[i] = crc;
     }
+#if defined(CRC_TARGET)
+    lane_table_make();
+#endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f")) {
@@ -152,12 +197,12 @@ void kvx_copy_nt(void *target, const void *source, uint64_t length) {
     uint8_t *to = target;
     const uint8_t *from = source;
     uint64_t head = (LINE - (uintptr_t)to % LINE) % LINE;
-    if (length < head + 4 * LINE) {
+    if (length < head + LINE) {
         memcpy(to, from, length);
         return;
     }
     memcpy(to, from, head);
-    uint64_t body = (length - head) & ~(uint64_t)(4 * LINE - 1);
+    uint64_t body = (length - head) & ~(uint64_t)(LINE - 1);
     nt_blocks(to + head, from + head, body);
     memcpy(to + head + body, from + head + body, length - head - body);
 }

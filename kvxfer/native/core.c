@@ -1,7 +1,7 @@
 /* core.c: opening and closing an engine, its threads, its copy pool and its event queue.
  *
- * Closing has one order: refuse new work, end the progress threads, let the copy pool finish what is queued (every op carries the
- * cancelled flag by then), close the transports, which complete what is left. Only then may memory go. */
+ * Closing has one order: refuse new work, end the progress threads, let the copy pool finish what is queued (every op
+ * carries the cancelled flag by then), close the transports, which complete what is left. Only then may memory go. */
 #define _GNU_SOURCE
 #include "core.h"
 

@@ -1,10 +1,10 @@
 /* core.h: private to the core (core.c memory.c grants.c peers.c submit.c). Transports see transport.h only.
  *
  * Every object of transport.h is the first member of a box that holds what the core needs around it, so a pointer
- * converts with a cast. One mutex guards all tables, boxes and the ring. It is never held while a slot is called, and functions that
- * transports call never call a slot: what has to follow (let go of an import, close a failed peer) is put on a list that
- * the owner thread works off in kvx_engine_drain; giving memory back is a job for the copy pool, since unmapping
- * gigabytes takes long. */
+ * converts with a cast. One mutex guards all tables, boxes and the ring. It is never held while a slot is called, and
+ * functions that transports call never call a slot: what has to follow (let go of an import, close a failed peer) is
+ * put on a list that the owner thread works off in kvx_engine_drain; giving memory back is a job for the copy pool,
+ * since unmapping gigabytes takes long. */
 #ifndef KVX_CORE_H
 #define KVX_CORE_H
 
@@ -15,9 +15,9 @@
 #include "table.h"
 #include "transport.h"
 
-#define KVX_THREADS_MAX 64    /* progress threads of one transport, and copy threads */
-#define KVX_SEGMENTS_SMALL 4  /* segments that a submit keeps without malloc */
-#define KVX_HOLD 0x80000000u  /* in grant_box.not_quiet: the revoker still calls slots */
+#define KVX_THREADS_MAX    64          /* progress threads of one transport, and copy threads */
+#define KVX_SEGMENTS_SMALL 4           /* segments that a submit keeps without malloc */
+#define KVX_HOLD           0x80000000u /* in grant_box.not_quiet: the revoker still calls slots */
 #define KVX_REFERENCES_MAX 65536u
 
 typedef struct kvx_slot {
@@ -33,13 +33,13 @@ typedef struct kvx_slot {
 
 typedef struct grant_box {
     kvx_grant grant;
-    uint64_t token;      /* of the pending revoke */
-    uint32_t not_quiet;  /* bit per slot that has not reported yet, and KVX_HOLD */
-    uint32_t accesses;   /* between kvx_access_begin and _end */
+    uint64_t token;     /* of the pending revoke */
+    uint32_t not_quiet; /* bit per slot that has not reported yet, and KVX_HOLD */
+    uint32_t accesses;  /* between kvx_access_begin and _end */
     int64_t attached;
-    bool any_lost;       /* an attachment was lost since the last GRANT_LOST */
-    bool lost_queued;    /* a GRANT_LOST waits in the ring */
-    struct grant_box *call_next; /* of those whose mem_release(grant) is still to be called */
+    bool any_lost;                     /* an attachment was lost since the last GRANT_LOST */
+    bool lost_queued;                  /* a GRANT_LOST waits in the ring */
+    struct grant_box *call_next;       /* of those whose mem_release(grant) is still to be called */
     struct grant_box *previous, *next; /* of the region */
 } grant_box;
 
@@ -52,7 +52,7 @@ typedef struct region_box {
     uint32_t references;
     uint32_t pins; /* live ops */
     grant_box *grants;
-    uint64_t token; /* of the pending release */
+    uint64_t token;         /* of the pending release */
     uint64_t mapped_length; /* 0: the memory is the caller's */
     int32_t numa_node;
     kvx_job job; /* gives the memory back */
@@ -163,8 +163,8 @@ void kvx_counters_close(kvx_core *core);
 
 /* memory.c; all with the lock held unless said otherwise */
 region_box *kvx_region_find(kvx_core *core, uint64_t region); /* live ones only */
-void kvx_region_maybe_forget(region_box *box); /* no grants left and releasing: start the job */
-void kvx_memory_sweep(kvx_core *core); /* after stop, without the lock: unmap and free all */
+void kvx_region_maybe_forget(region_box *box);                /* no grants left and releasing: start the job */
+void kvx_memory_sweep(kvx_core *core);                        /* after stop, without the lock: unmap and free all */
 
 /* grants.c */
 void kvx_grants_call_slots(kvx_core *core); /* without the lock: mem_release for every grant just marked */
@@ -173,9 +173,9 @@ bool kvx_grants_sweep(kvx_core *core); /* after stop: every pending revoke ends;
 void kvx_grant_lost_drained(kvx_core *core, uint64_t grant);
 
 /* peers.c */
-void kvx_deferred_run(kvx_core *core); /* owner thread, without the lock */
+void kvx_deferred_run(kvx_core *core);                       /* owner thread, without the lock */
 bool kvx_import_maybe_drop(kvx_core *core, import_box *box); /* true = signal */
-bool kvx_peers_sweep(kvx_core *core); /* after stop: pending tokens end, boxes are freed */
+bool kvx_peers_sweep(kvx_core *core);                        /* after stop: pending tokens end, boxes are freed */
 
 /* submit.c */
 void kvx_ops_cancel_all(kvx_core *core);

@@ -1,5 +1,5 @@
-/* counters.c: where the counters live. With counters_path they are a shared file that the daemon reads at scrape time, so counting
- * costs a worker one relaxed add; the file goes away with the engine. */
+/* counters.c: where the counters live. With counters_path they are a shared file that the daemon reads at scrape time,
+ * so counting costs a worker one relaxed add; the file goes away with the engine. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define COUNTERS_MAGIC UINT64_C(0x4b565843544e5231)
+#define COUNTERS_MAGIC   UINT64_C(0x4b565843544e5231)
 #define COUNTERS_VERSION 1
 
 int kvx_counters_open(kvx_core *core, char *why, size_t why_size) {

@@ -1,7 +1,8 @@
 /* grants.c: the owner's side. Who may reach what, who is reaching it now, and when a revoked grant is quiet.
  *
- * A revoked grant is quiet when every transport said so (a bit each in not_quiet) and no kvx_access is open. The hold bit keeps
- * the box while mem_release is still being called on the slots: the first of them may answer from another thread at once. */
+ * A revoked grant is quiet when every transport said so (a bit each in not_quiet) and no kvx_access is open. The hold
+ * bit keeps the box while mem_release is still being called on the slots: the first of them may answer from another
+ * thread at once. */
 #include "core.h"
 
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* memory.c: regions. Allocation from memfds, registration of the caller's memory, release.
  *
- * A region is in use by live ops of ours (pins: release is refused) and by grants (release revokes them and waits until they are
- * quiet). Only then do the transports forget it and the memory goes; the copy pool does that last step. */
+ * A region is in use by live ops of ours (pins: release is refused) and by grants (release revokes them and waits until
+ * they are quiet). Only then do the transports forget it and the memory goes; the copy pool does that last step. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -25,7 +25,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 #define MPOL_BIND_MODE 2
-#define HUGE_BYTES (UINT64_C(2) << 20)
+#define HUGE_BYTES     (UINT64_C(2) << 20)
 #define FALLOCATE_STEP (UINT64_C(256) << 20) /* an interrupted fallocate starts over: keep what is lost small */
 
 region_box *kvx_region_find(kvx_core *core, uint64_t region) {
@@ -334,9 +334,7 @@ int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_re
         return KVX_E_LENGTH;
     }
     kvx_lock(core);
-    int status = core->closing ? KVX_E_CLOSED
-                 : core->regions.count >= core->config.regions_max ? KVX_E_LIMIT
-                                                                   : KVX_OK;
+    int status = core->closing ? KVX_E_CLOSED : core->regions.count >= core->config.regions_max ? KVX_E_LIMIT : KVX_OK;
     kvx_unlock(core);
     if (status != KVX_OK) {
         return status;

@@ -1,6 +1,7 @@
 /* peers.c: the initiator's side. Peers and imports, from the call that makes them to the call that ends them.
  *
- * A handle leaves its table as soon as its user lets go or it failed; its box stays until the transport has forgotten it too. */
+ * A handle leaves its table as soon as its user lets go or it failed; its box stays until the transport has forgotten
+ * it too. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -38,7 +39,8 @@ static bool answer_import(kvx_core *core, import_box *box, int status, int sys_e
 
 /* -- peers ------------------------------------------------------------------------------------------------------ */
 
-int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p, uint64_t *token_p) {
+int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p,
+                     uint64_t *token_p) {
     kvx_core *core = &engine->core;
     if (endpoint == NULL || endpoint[0] == '\0' || strlen(endpoint) >= KVX_ENDPOINT_MAX) {
         return KVX_E_INVALID;
@@ -185,11 +187,8 @@ static bool peer_end(kvx_core *core, peer_box *box, int status) {
         __atomic_fetch_sub(&core->counters->row[box->slot].peers_connected, 1, __ATOMIC_RELAXED);
     }
     if (box->close_token != 0) {
-        kvx_event event = {.kind = KVX_EV_PEER_CLOSED,
-                           .status = status,
-                           .token = box->close_token,
-                           .id = box->peer.id,
-                           .segment = -1};
+        kvx_event event = {
+            .kind = KVX_EV_PEER_CLOSED, .status = status, .token = box->close_token, .id = box->peer.id, .segment = -1};
         signal |= kvx_ring_push(&core->ring, &event);
         unused--;
     }
@@ -336,7 +335,8 @@ int kvx_import_release(kvx_engine *engine, uint64_t import) {
     return status;
 }
 
-/* -- what had to wait for the owner thread --------------------------------------------------------------------------- */
+/* -- what had to wait for the owner thread ---------------------------------------------------------------------------
+ */
 
 void kvx_deferred_run(kvx_core *core) {
     for (;;) {

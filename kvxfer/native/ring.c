@@ -1,8 +1,8 @@
 /* ring.c: see ring.h.
  *
  * The fd is written once per batch: the push that finds `signalled` unset. A drain first empties the fd, then clears
- * `signalled` under the lock, then pops; whatever is pushed later finds the flag unset and writes again. The other order loses
- * wake-ups. A late write after a drain costs one empty wake-up, never a lost one. */
+ * `signalled` under the lock, then pops; whatever is pushed later finds the flag unset and writes again. The other
+ * order loses wake-ups. A late write after a drain costs one empty wake-up, never a lost one. */
 #include "ring.h"
 
 #include <errno.h>

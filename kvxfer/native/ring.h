@@ -11,7 +11,7 @@
 
 typedef struct kvx_ring {
     kvx_event *events;
-    uint64_t capacity; /* a power of two, >= reserved */
+    uint64_t capacity;   /* a power of two, >= reserved */
     uint64_t head, tail; /* only grow; tail - head <= reserved */
     uint64_t reserved;   /* places promised, filled ones included */
     bool signalled;      /* the fd was written since the last drain began */

@@ -1,8 +1,8 @@
 /* status.c: names of the codes, for logs and for the test that compares the C enum with status.py. */
 #include "api.h"
 
-#define NAME(code) \
-    case code:     \
+#define NAME(code)                                                                                                     \
+    case code:                                                                                                         \
         return #code;
 
 const char *kvx_status_name(int status) {

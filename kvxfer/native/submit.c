@@ -1,7 +1,7 @@
 /* submit.c: the hot path. One lock to look up, pin and number the operation, one to complete it.
  *
- * A transport that completes an operation within its submit slot does so on this thread while `submitting` points at it; the
- * completion is then handed to the caller directly and never enters the ring. */
+ * A transport that completes an operation within its submit slot does so on this thread while `submitting` points at
+ * it; the completion is then handed to the caller directly and never enters the ring. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -93,8 +93,8 @@ static int box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p
         .region = region ? &region->region : NULL,
         .import = &import->import,
         .segments = box->small,
-        .tag = args->tag,
-        .value = args->value,
+        .tag = args->flags & KVX_OP_NOTIFY ? args->tag : 0,
+        .value = args->flags & KVX_OP_NOTIFY ? args->value : 0,
     };
     box->first = box->small_first;
     if (region != NULL) {

@@ -1,9 +1,9 @@
 /* transport_loop.c: an engine that talks to itself. The reference that the other transports are tested against.
  *
- * Everything that is not done inside `submit` waits in one queue; a progress step takes its head and does one thing: answer a
- * connect or an import, end a peer, or copy one chunk of an operation. With KVX_ENGINE_MANUAL nothing is done inside
- * `submit` and tests take the steps. Although both sides share a process, each chunk is checked as an owner checks a
- * stranger: generation, key (by a MAC over the request), access mode, bounds. */
+ * Everything that is not done inside `submit` waits in one queue; a progress step takes its head and does one thing:
+ * answer a connect or an import, end a peer, or copy one chunk of an operation. With KVX_ENGINE_MANUAL nothing is done
+ * inside `submit` and tests take the steps. Although both sides share a process, each chunk is checked as an owner
+ * checks a stranger: generation, key (by a MAC over the request), access mode, bounds. */
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -300,7 +300,8 @@ static int loop_peer_close(void *transport, kvx_peer *peer, kvx_import *import) 
     return KVX_OK;
 }
 
-/* -- operations ------------------------------------------------------------------------------------------------------ */
+/* -- operations ------------------------------------------------------------------------------------------------------
+ */
 
 typedef struct request {
     uint8_t nonce[KVX_NONCE_BYTES];
@@ -444,7 +445,8 @@ static int loop_submit(void *transport, kvx_op *op) {
     return KVX_PENDING;
 }
 
-/* -- progress ---------------------------------------------------------------------------------------------------------- */
+/* -- progress
+ * ---------------------------------------------------------------------------------------------------------- */
 
 static void import_answer(loop_transport *loop, kvx_import *import) {
     loop_import *mine = import->transport_data;
