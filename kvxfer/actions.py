@@ -70,7 +70,10 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleElsewhere:
-    """Send a settlement to the daemon of `node_id`. With a `link`, relay its answer to that worker's request `rid`."""
+    """Send a settlement to the daemon of `node_id`; empty: to the addresses that the request itself named.
+
+    With a `link`, relay the answer to that worker's request `rid`.
+    """
 
     node_id: str
     posting: str

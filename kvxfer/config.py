@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvxfer.addresses import Address, is_loopback, is_numeric, is_wildcard, parse_address
-from kvxfer.errors import ConfigError
-from kvxfer.options import TEXT_CHARS_MAX, Option, format_size
-from kvxfer.sources import (
+from kvxfer.config_sources import (
     SECRET_BYTES_MAX,
     SECRET_BYTES_MIN,
     known,
@@ -26,6 +24,8 @@ from kvxfer.sources import (
     read_flags,
     read_secret_file,
 )
+from kvxfer.errors import ConfigError
+from kvxfer.options import TEXT_CHARS_MAX, Option, format_size
 
 # Limits of the protocol itself: the same on every node.
 KEY_CHARS_MAX = 256
