@@ -1,0 +1,285 @@
+"""The files of deploy/ agree with the program: ports, paths, probes, grace periods, options, metric names."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvxfer import errors
+from kvxfer.config import CONFIG_OPTIONS, Config, load
+from kvxfer.paths import SOCKET_NAME
+from tools import example_config
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+CONFIG = Config()
+CONTROL_PORT = CONFIG.listen_address.port
+HTTP_PORT = CONFIG.http_address.port if CONFIG.http_address else 0
+ENDPOINTS = {"/healthz", "/readyz", "/metrics"}
+USER_ID = 10001
+
+
+def seconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9]+)(ms|s|min)?", text)
+    assert match, text
+    return int(match[1]) * {"ms": 0.001, "s": 1, "min": 60, None: 1}[match[2]]
+
+
+# -- kvxfer.toml ------------------------------------------------------------------------------------------------------
+
+
+def test_example_configuration_is_fresh() -> None:
+    assert (DEPLOY / "kvxfer.toml").read_text(encoding="utf-8") == example_config.render()
+
+
+def test_example_configuration_loads_as_it_is_and_with_every_line_active(tmp_path: Path) -> None:
+    text = (DEPLOY / "kvxfer.toml").read_text(encoding="utf-8")
+    active = re.sub(r"^#(?=[a-z_]+ = )", "", text, flags=re.MULTILINE)
+    assert set(tomllib.loads(active)) == {option.name for option in CONFIG_OPTIONS}
+    assert tomllib.loads(text) == {}
+    for content in (text, active):
+        path = tmp_path / "kvxfer.toml"
+        path.write_text(content, encoding="utf-8")
+        assert load(path, env={}).config == CONFIG
+
+
+# -- systemd ----------------------------------------------------------------------------------------------------------
+
+
+def unit() -> dict[str, dict[str, list[str]]]:
+    found: dict[str, dict[str, list[str]]] = {}
+    section: dict[str, list[str]] = {}
+    for line in (DEPLOY / "systemd" / "kvxfer.service").read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"\[(\w+)\]", line):
+            section = found.setdefault(match[1], {})
+        elif line and not line.startswith("#"):
+            key, equals, value = line.partition("=")
+            assert equals, line
+            section.setdefault(key, []).append(value)
+    return found
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / "kvxfer.service").read_text(encoding="utf-8")
+    path = tmp_path / "kvxfer.service"  # with a program that exists here
+    path.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE), encoding="utf-8")
+    run = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0
+    about_us = [line for line in run.stderr.splitlines() if "kvxfer" in line]
+    assert about_us == []
+
+
+def test_unit_agrees_with_the_program() -> None:
+    service = unit()["Service"]
+    [start] = service["ExecStart"]
+    assert start.split()[1:] == ["serve", "--config", "/etc/kvxfer/kvxfer.toml"]
+    [runtime] = service["RuntimeDirectory"]
+    assert f"KVXFER_SOCKET_DIR=/run/{runtime}" in service["Environment"]
+    assert service["RuntimeDirectoryMode"] == ["0700"], "the daemon refuses a directory that others may enter"
+    assert seconds(service["TimeoutStopSec"][0]) > CONFIG.drain_s + CONFIG.cancel_s
+    assert service["KillSignal"] == ["SIGTERM"]
+    assert service["LimitMEMLOCK"] == ["infinity"]
+    assert int(service["LimitNOFILE"][0]) >= 4 * (CONFIG.links_max + CONFIG.workers_max) + CONFIG.accepted_max
+    assert "PrivateUsers" not in service, "hides the user ids that the Unix socket checks"
+    assert "ProcSubset" not in service, "hides the boot id"
+    assert {"AF_UNIX", "AF_INET", "AF_INET6"} <= set(service["RestrictAddressFamilies"][0].split())
+
+
+def test_unit_names_only_environment_that_is_an_option() -> None:
+    known = {option.env for option in CONFIG_OPTIONS}
+    for entry in unit()["Service"]["Environment"]:
+        assert entry.partition("=")[0] in known
+
+
+# -- image ------------------------------------------------------------------------------------------------------------
+
+INSTRUCTIONS = {
+    "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
+}  # fmt: skip
+
+
+def dockerfile(text: str) -> list[tuple[str, str]]:
+    """(instruction, rest) in order, continued lines joined."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    parts = [tuple(line.split(None, 1)) for line in joined.splitlines()]
+    assert all(len(part) == 2 for part in parts), parts
+    return [(part[0], part[1]) for part in parts]
+
+
+DOCKERFILE = dockerfile((DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+
+
+def docker_values(instruction: str) -> list[str]:
+    return [rest for name, rest in DOCKERFILE if name == instruction]
+
+
+def test_dockerfile_is_made_of_known_instructions() -> None:
+    assert {name for name, _ in DOCKERFILE} <= INSTRUCTIONS
+    assert DOCKERFILE[0][0] == "FROM"
+
+
+def test_dockerfile_has_pinned_bases_and_ends_without_root() -> None:
+    for base in docker_values("FROM"):
+        image = base.split()[0]
+        assert ":" in image, f"{image} has no tag"
+        assert not image.endswith(":latest")
+    last_stage = max(index for index, (name, _) in enumerate(DOCKERFILE) if name == "FROM")
+    users = [rest for name, rest in DOCKERFILE[last_stage:] if name == "USER"]
+    assert users[-1] == f"{USER_ID}:{USER_ID}"
+    assert not any(name == "RUN" for name, _ in DOCKERFILE[last_stage:][2:]), (
+        "what the image runs is made as root, once"
+    )
+
+
+def test_dockerfile_copies_what_exists_and_what_the_context_holds() -> None:
+    context = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    stages = [rest.split()[-1] for rest in docker_values("FROM") if " AS " in rest]
+    copied = set()
+    for rest in docker_values("COPY"):
+        words = rest.split()
+        if words[0].startswith("--from="):
+            assert words[0].removeprefix("--from=") in stages
+            continue
+        for source in words[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in context, f"{source} is not in the build context"
+            copied.add(source)
+    assert {"kvxfer", "requirements", "pyproject.toml", "setup.py", "LICENSE", "README.md"} == copied
+
+
+def test_image_agrees_with_the_program() -> None:
+    known = {option.env for option in CONFIG_OPTIONS}
+    [environment] = docker_values("ENV")
+    names = {word.partition("=")[0] for word in environment.split()}
+    assert {name for name in names if name.startswith("KVXFER_")} <= known
+    assert {int(port) for port in docker_values("EXPOSE")} == {CONTROL_PORT, HTTP_PORT}
+    [check] = docker_values("HEALTHCHECK")
+    assert f"127.0.0.1:{HTTP_PORT}" in check
+    assert "/healthz" in check
+    assert docker_values("STOPSIGNAL") == ["SIGTERM"]
+    assert docker_values("ENTRYPOINT") == ['["kvxfer"]']
+
+
+def test_the_health_check_is_a_program(tmp_path: Path) -> None:
+    """It fails when nobody answers, and not because it cannot be run."""
+    [check] = docker_values("HEALTHCHECK")
+    command = yaml.safe_load(check.partition("CMD")[2])
+    assert command[0] == "python"
+    environment = {"KVXFER_HTTP": "127.0.0.1:1"}
+    run = subprocess.run([sys.executable, *command[1:]], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "Connection refused" in run.stderr
+
+
+# -- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pod() -> dict[str, Any]:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "daemonset.yaml").read_text(encoding="utf-8")))
+    [daemon_set] = documents
+    assert (daemon_set["apiVersion"], daemon_set["kind"]) == ("apps/v1", "DaemonSet")
+    template = daemon_set["spec"]["template"]
+    assert daemon_set["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    spec: dict[str, Any] = template["spec"]
+    return spec
+
+
+def pod_config(pod: dict[str, Any], tmp_path: Path) -> Config:
+    """The configuration that the daemon in the pod would load."""
+    values = {entry["name"]: str(entry.get("value", "")) for entry in pod["containers"][0]["env"]}
+    values |= {"HOST_IP": "192.0.2.7", "KVXFER_NODE_NAME": "node-a"}
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef\n", encoding="utf-8")
+    secret.chmod(0o400)
+    expanded = {key: value.replace("$(HOST_IP)", values["HOST_IP"]) for key, value in values.items()}
+    assert expanded["KVXFER_SECRET_FILE"] == "/private/secret"
+    expanded["KVXFER_SECRET_FILE"] = str(secret)
+    loaded = load(env=expanded)
+    assert loaded.warnings == ()
+    loaded.config.check_security()
+    return loaded.config
+
+
+def test_daemon_set_configures_a_daemon_that_starts(pod: dict[str, Any], tmp_path: Path) -> None:
+    config = pod_config(pod, tmp_path)
+    container = pod["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert config.http_address is not None
+    assert ports == {"control": CONTROL_PORT, "http": HTTP_PORT, "data": config.data_port}
+    assert (config.listen_address.port, config.http_address.port) == (ports["control"], ports["http"])
+    assert container["args"] == ["serve"]
+
+
+def test_daemon_set_probes_real_endpoints(pod: dict[str, Any]) -> None:
+    container = pod["containers"][0]
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/healthz")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+        assert path in ENDPOINTS
+
+
+def test_daemon_set_gives_time_to_drain(pod: dict[str, Any], tmp_path: Path) -> None:
+    config = pod_config(pod, tmp_path)
+    assert pod["terminationGracePeriodSeconds"] > config.drain_s + config.cancel_s
+
+
+def test_daemon_set_mounts_what_the_daemon_needs(pod: dict[str, Any], tmp_path: Path) -> None:
+    config = pod_config(pod, tmp_path)
+    container, [init] = pod["containers"][0], pod["initContainers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) | {mount["name"] for mount in init["volumeMounts"]} == set(volumes)
+    assert volumes[mounts[config.socket_dir]]["hostPath"]["path"] == config.socket_dir
+    assert len(f"{config.socket_dir}/{SOCKET_NAME}") < 108
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "sizeLimit" in volumes[mounts["/dev/shm"]]["emptyDir"]
+    script = init["command"][-1]
+    assert f"chmod 0700 {config.socket_dir}" in script
+    assert f"-m 0400 -o {USER_ID} -g {USER_ID} /secret/secret /private/secret" in script
+
+
+def test_daemon_set_is_confined(pod: dict[str, Any], tmp_path: Path) -> None:
+    container = pod["containers"][0]
+    context = container["securityContext"]
+    assert (context["runAsUser"], context["runAsNonRoot"]) == (USER_ID, True)
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    memory = re.fullmatch(r"([0-9]+)Mi", container["resources"]["limits"]["memory"])
+    assert memory
+    assert int(memory[1]) << 20 > pod_config(pod, tmp_path).landing_bytes_max
+    assert not container["image"].endswith(":latest")
+    assert container["image"] == pod["initContainers"][0]["image"]
+
+
+# -- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_scrapes_the_default_address() -> None:
+    settings = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    jobs = {job["job_name"]: job for job in settings["scrape_configs"]}
+    assert jobs["kvxfer"]["static_configs"] == [{"targets": [CONFIG.http]}]
+    assert jobs["kvxfer"]["metrics_path"] in ENDPOINTS
+    for name in settings["rule_files"]:
+        assert (DEPLOY / "prometheus" / name).is_file()
+
+
+def test_operations_page_names_errors_and_options_that_exist() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w+)`", text))
+    options = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?: = [^`]*)?`", text))
+    outside = {"max_map_count", "ptrace_scope"}
+    assert {name for name in named if name.endswith(("Error", "Lost", "Transfer", "Expired", "Unreachable"))} <= set(
+        vars(errors)
+    )
+    assert options - outside <= {option.name for option in CONFIG_OPTIONS}
