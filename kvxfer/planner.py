@@ -154,7 +154,7 @@ class Plan:
 class _Group:
     """Pieces that are written out alike: per piece a fragment of ``unit`` bytes for every index along ``axes``.
 
-    ``bases`` has shape (2, pieces). ``stepped`` is the token axis where the tokens of a piece do not touch and each needs
+    ``bases`` has shape (2, pieces). ``stepped`` is the token axis where the tokens of a piece do not touch and each has
     its own fragment; without it a fragment is as long as all ``tokens`` of its piece, ``unit`` bytes each. Whole blocks
     have their tokens among the ``axes`` or folded into the unit, and count as one here.
     """
@@ -236,7 +236,7 @@ def plan(
     *,
     ignore_fingerprint: bool = False,
 ) -> Plan:
-    """How to fill ``target`` from ``source``: the token positions that both tables name, the heads that both sides hold.
+    """How to fill ``target`` from ``source``: the token positions that both tables name, the heads that both have.
 
     Raises `GeometryMismatch` when the two cannot be mapped onto each other, `OutOfRange` when a table names a block
     that its layout does not have or more tokens than its blocks hold, `UsageError` when the target repeats a block.
