@@ -6,6 +6,7 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -14,6 +15,7 @@ VENV ?= .venv
 ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+NEWS := { grep -v '^Requirement already satisfied' || true; }
 PYTEST := $(PY) -m pytest
 NATIVE_FORMATTED = $(filter-out kvxfer/native/_shim.c,$(wildcard kvxfer/native/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch]))
 PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
@@ -36,12 +38,12 @@ $(VENV)/.made: tools/preflight.py
 
 $(VENV)/.runtime: requirements/runtime.txt requirements/build.txt $(VENV)/.made
 	@echo "== installing what kvxfer needs to run and to be compiled"
-	@$(PIP) install -r requirements/runtime.txt -r requirements/build.txt
+	@$(PIP) install -r requirements/runtime.txt -r requirements/build.txt | $(NEWS)
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	@echo "== installing the tools of tests and checks"
-	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install -r requirements/dev.txt | $(NEWS)
 	@touch $@
 
 # -- build ------------------------------------------------------------------------------------------------------------
@@ -67,12 +69,15 @@ bench: build $(VENV)/.dev ## measure (ARGS are passed on)
 
 # -- check ------------------------------------------------------------------------------------------------------------
 
+# Every step runs, so that one look shows all that is wrong.
 check-static: build $(VENV)/.dev
-	@echo "== ruff format"; $(PY) -m ruff format --check $(PYTHON_FORMATTED)
-	@echo "== ruff"; $(PY) -m ruff check $(PYTHON_FORMATTED)
-	@echo "== mypy --strict"; $(PY) -m mypy --strict
-	@echo "== clang-format"; $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
-	@echo "== source rules"; $(PYTEST) -q tests/test_sourcecode.py
+	@failed=; step() { echo "== $$1"; shift; "$$@" || failed=1; }
+	step "ruff format" $(PY) -m ruff format --check --quiet --diff $(PYTHON_FORMATTED)
+	step "ruff" $(PY) -m ruff check $(PYTHON_FORMATTED)
+	step "mypy --strict" $(PY) -m mypy --strict
+	step "clang-format" $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
+	step "source rules" $(PYTEST) -q tests/test_sourcecode.py
+	[ -z "$$failed" ]
 
 check: check-static ## formats, lint, types, source rules, then the quick tests
 	@echo "== quick tests"; KVXFER_TEST_LOOP=asyncio $(PYTEST) -q -m "not once and not slow" --deselect tests/test_sourcecode.py $(ARGS)
