@@ -1,7 +1,7 @@
 """Generates `_shim.c`, the bridge between Python and the native engine, from `api.cdef.h` and `api.csrc.c`.
 
-The generated file is committed, so building a wheel needs a C compiler and nothing else; a test compares it with a fresh one.
-Run ``python -m kvxfer.native.build_shim`` after a change of `api.cdef.h`.
+The generated file is committed, so building a wheel needs a C compiler and nothing else; a test compares it
+with a fresh one. Run ``python -m kvxfer.native.build_shim`` after a change of `api.cdef.h`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine's counters as frozen values, read from this process's engine or from the counters file of another process.
 
-The layout is ``kvx_counters`` of ``api.cdef.h`` (a test compares the two). Native threads write each number with one relaxed store, so
-a reader sees every number whole, though not all at one instant.
+The layout is ``kvx_counters`` of ``api.cdef.h`` (a test compares the two). Native threads change each number
+atomically, so a reader sees every number whole, though not all at one instant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportCounters:
-    """One transport. ``*_bytes`` are bytes, ``peers_connected`` and ``peers_accepted`` gauges, all else counts of events."""
+    """One transport. ``*_bytes`` are bytes, ``peers_connected`` and ``peers_accepted`` gauges, all else counts."""
 
     name: str
     put_ops: int
@@ -89,6 +89,6 @@ def parse_counters(raw: bytes) -> Counters:
 
 
 def read_counters(path: str | Path) -> Counters:
-    """Read the counters file of a (possibly other) process. OSError when it is gone, `ProtocolError` when it is another file."""
+    """Read the counters file of any process. OSError when it is gone, `ProtocolError` when it is another file."""
     with Path(path).open("rb") as file:
         return parse_counters(file.read(COUNTERS_BYTES))

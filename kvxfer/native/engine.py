@@ -1,8 +1,9 @@
 """The native engine in Python's clothes: calls go down, events come up through one file descriptor.
 
-Thin on purpose. Each method is one call into C; each token becomes a future that resolves with its `Event`, whatever the
-status, exactly once. The engine belongs to the thread of its loop: the generated wrappers drop the GIL, so a second thread
-could run in the middle of a call. `alloc` and `register` may be called from other threads, since they can take long.
+Thin on purpose. Each method is one call into C; each token becomes a future that resolves with its `Event`, whatever
+the status, exactly once. The engine belongs to the thread of its loop: the generated wrappers drop the GIL, so a second
+thread could run in the middle of a call. `alloc` and `register` can take long, so other threads may call
+them.
 """
 
 from __future__ import annotations
@@ -65,42 +66,18 @@ def _event(raw: Any) -> Event:
     return Event(raw.kind, raw.status, raw.token, raw.id, raw.tag, raw.value, raw.bytes, raw.sys_errno, raw.segment)
 
 
-def _native_config(config: EngineConfig) -> tuple[Any, list[Any]]:
-    if len(config.engine_id) != 16:
-        raise ConfigError("engine_id must be 16 bytes", length=len(config.engine_id))
-    native = ffi.new("kvx_engine_config *")
-    texts = {
-        "transports": ",".join(config.transports),
-        "socket_dir": config.socket_dir,
-        "tcp_bind": config.tcp_bind,
-        "tcp_congestion": config.tcp_congestion,
-        "fault_spec": config.fault_spec,
-        "counters_path": config.counters_path,
-    }
-    keep = []
-    for name, text in texts.items():
-        keep.append(ffi.new("char[]", os.fsencode(text)))
-        setattr(native, name, keep[-1])
-    numbers = (
-        "tcp_port copy_threads tcp_threads tcp_streams inflight_max notify_max regions_max grants_max peers_max accepted_max "
-        "segments_max inline_bytes_max nt_bytes_min chunk_bytes frame_bytes connect_ms handshake_ms cancel_ms flags"
-    ).split()
-    for name in numbers:
-        setattr(native, name, getattr(config, name))
-    native.abi_version = lib.KVX_ABI_VERSION
-    native.engine_id = config.engine_id
-    return native, keep
-
-
 class Engine:
     """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine: Any = None
-        native, _keep = _native_config(config)
+        native = ffi.new("kvx_engine_config *")
+        keep = config.fill(ffi, native)
+        native.abi_version = lib.KVX_ABI_VERSION
         engine_p = ffi.new("kvx_engine **")
         why = ffi.new("char[512]")
         status = lib.kvx_engine_open(native, engine_p, why, 512)
+        del keep  # the engine has its own copies
         if status != 0:
             text = ffi.string(why).decode("utf-8", "replace") or "cannot open the engine"
             if status == Status.INVALID:
@@ -114,6 +91,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event: Callable[[Event], None] | None = None
         self._pending: dict[int, asyncio.Future[Event]] = {}
+        self.stray_events = 0  # completions of tokens that nobody waits for: a bug if it is ever not 0
         self._guests = 0  # calls from other threads that are inside C
         self._guests_left = threading.Condition()
         self._events = ffi.new("kvx_event[]", DRAIN_MAX)
@@ -132,7 +110,7 @@ class Engine:
         return self._engine is None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
-        """Deliver completions on ``loop`` from now on; ``on_event`` gets what has no token (NOTIFY, PEER_DOWN, GRANT_LOST).
+        """Deliver completions on ``loop``; ``on_event`` gets what has no token (NOTIFY, PEER_DOWN, GRANT_LOST).
 
         The engine belongs to the calling thread, which must be the loop's.
         """
@@ -144,7 +122,7 @@ class Engine:
         loop.add_reader(lib.kvx_engine_fd(engine), self._readable)
 
     def close(self) -> None:
-        """Complete every token (status CLOSED unless it was done), join every thread, unmap every allocation. Idempotent."""
+        """Complete every token (CLOSED unless it was done), join every thread, unmap every allocation. Idempotent."""
         if self._engine is None:
             return
         engine = self._mine()
@@ -175,7 +153,7 @@ class Engine:
         return self._engine
 
     def _transports(self) -> list[TransportInfo]:
-        found = []
+        found: list[TransportInfo] = []
         info = ffi.new("kvx_transport_info *")
         while lib.kvx_transport_query(self._engine, len(found), info) == 0:
             found.append(
@@ -214,14 +192,17 @@ class Engine:
         for event in [_event(events[index]) for index in range(count)]:
             if event.token:
                 future = self._pending.pop(event.token, None)
-                if future is not None and not future.done():
+                if future is None:
+                    self.stray_events += 1
+                elif not future.done():
                     future.set_result(event)
             elif self._on_event is not None and not closing:
                 self._tell(event)
         return count
 
     def _tell(self, event: Event) -> None:
-        assert self._on_event is not None and self._loop is not None
+        assert self._on_event is not None
+        assert self._loop is not None
         try:
             self._on_event(event)
         except Exception as error:  # one bad listener must not take the other events with it
@@ -258,7 +239,7 @@ class Engine:
             self._guests_left.notify_all()
 
     def alloc(self, length: int, numa_node: int | None = None) -> RegionInfo:
-        """Allocate ``length`` bytes of shareable memory, on hugepages if the host has free ones. Callable from any thread.
+        """Allocate ``length`` bytes of shareable memory, on hugepages if there are free ones. Callable from any thread.
 
         Touches every page, so it takes about 0.3 s per GiB. Raises `ShmTooSmall`, `InvalidLength`, `TooLarge`.
         """
@@ -366,7 +347,7 @@ class Engine:
         return self._id_p[0], self._future(self._token_p[0])
 
     def mapping(self, import_: int) -> memoryview | None:
-        """The imported memory itself, read-only unless the grant has write access; None when the transport cannot map."""
+        """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map."""
         info = ffi.new("kvx_import_info *")
         status = lib.kvx_import_query(self._mine(), import_, info)
         if status != 0:
@@ -394,9 +375,10 @@ class Engine:
         notify: tuple[int, int] | None = None,
         check: bool = False,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
-        """Start one operation over all segments: uint64, shape (n, 3), C order, rows [local offset, remote offset, length].
+        """Start one operation over all segments: uint64 (n, 3) in C order, rows [local offset, remote offset, length].
 
-        Small ones complete at once: then the `Event` itself is returned. ``segments=None`` (with ``notify``) moves nothing.
+        Small ones complete at once: then the `Event` itself is returned. ``segments=None`` with ``notify`` moves
+        nothing.
         Raises `BusyError` when full (nothing was taken) and typed errors for wrong arguments.
         """
         native, count = ffi.NULL, 0

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvxfer.config import Config
 
 MIB = 1 << 20
+TEXTS = ("socket_dir", "tcp_bind", "tcp_congestion", "fault_spec", "counters_path")
+SAME_NUMBERS = (
+    *("tcp_threads", "tcp_streams", "copy_threads", "inflight_max", "notify_max", "regions_max", "grants_max"),
+    *("peers_max", "accepted_max", "segments_max", "inline_bytes_max", "nt_bytes_min", "chunk_bytes", "frame_bytes"),
+)
+NUMBERS = (*SAME_NUMBERS, "tcp_port", "connect_ms", "handshake_ms", "cancel_ms")
+FROM_CONFIG = (
+    *SAME_NUMBERS,
+    *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir"),
+)
 
 
 class OpKind(IntEnum):
@@ -40,10 +53,10 @@ class Caps:
 
 
 class Event(NamedTuple):
-    """A completion (``token`` > 0) or a message from a peer. A named tuple, since one is made per transfer and it must be cheap.
+    """A completion (``token`` > 0) or a message from a peer. A named tuple: one is made per transfer, it must be cheap.
 
-    ``status`` is a `kvxfer.native.status.Status`; ``bytes`` were moved and confirmed; ``segment`` is the index of the first
-    segment that failed, or -1.
+    ``status`` is a `kvxfer.native.status.Status`; ``bytes`` were moved and confirmed; ``segment`` is the index of
+    the first segment that failed, or -1.
     """
 
     kind: int
@@ -86,24 +99,37 @@ class EngineConfig:
     connect_ms: int = 5000
     handshake_ms: int = 5000
     cancel_ms: int = 1000
-    manual: bool = field(default=False, metadata={"flag": 1})
-    cross_memory_attach: bool = field(default=True, metadata={"flag": -2})
-    hugepages: bool = field(default=True, metadata={"flag": -4})
+    manual: bool = False  # `loop` moves only in `Engine.step`
+    cross_memory_attach: bool = True
+    hugepages: bool = True
 
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
         return int(self.manual) | (0 if self.cross_memory_attach else 2) | (0 if self.hugepages else 4)
 
+    def fill(self, ffi: Any, native: Any) -> list[Any]:
+        """Write into a ``kvx_engine_config``; the result keeps its strings alive."""
+        if len(self.engine_id) != 16:
+            raise ConfigError("engine_id must be 16 bytes", length=len(self.engine_id))
+        texts = {name: os.fsencode(getattr(self, name)) for name in TEXTS}
+        texts["transports"] = ",".join(self.transports).encode()
+        keep = [(name, ffi.new("char[]", text)) for name, text in texts.items()]
+        for name, value in keep:
+            setattr(native, name, value)
+        for name in NUMBERS:
+            try:
+                setattr(native, name, getattr(self, name))
+            except OverflowError:
+                raise ConfigError(f"{name} is out of range", value=getattr(self, name)) from None
+        native.flags = self.flags
+        native.engine_id = self.engine_id
+        return keep
+
     @classmethod
     def from_config(cls, config: Config, engine_id: bytes, **overrides: Any) -> EngineConfig:
         """The engine's part of the configuration; ``overrides`` are fields of this class."""
-        same = (
-            "transports tcp_congestion tcp_threads tcp_streams fault_spec copy_threads inflight_max notify_max regions_max "
-            "grants_max peers_max accepted_max segments_max inline_bytes_max nt_bytes_min chunk_bytes frame_bytes "
-            "cross_memory_attach hugepages socket_dir"
-        ).split()
-        values: dict[str, Any] = {name: getattr(config, name) for name in same}
+        values: dict[str, Any] = {name: getattr(config, name) for name in FROM_CONFIG}
         values.update(
             tcp_bind=config.data_bind_host,
             tcp_port=config.data_port,
@@ -117,7 +143,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportInfo:
-    """What a transport can do. ``rank``: lower is better. ``copies_per_byte``: CPU copies per delivered byte, both sides together."""
+    """What a transport can do. ``rank``: lower is better. ``copies_per_byte``: CPU copies of each byte, both sides."""
 
     index: int
     name: str
@@ -162,7 +188,7 @@ class TransportInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionInfo:
-    """Registered memory: ``address`` and ``length`` in bytes. ``references``: identical registrations share a region."""
+    """Registered memory, ``address`` and ``length`` in bytes. ``references``: how many registrations share it."""
 
     id: int
     generation: int

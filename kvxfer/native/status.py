@@ -1,7 +1,7 @@
 """Native status codes and the typed error of each: the one place where the two vocabularies meet.
 
-The codes mirror ``status.h`` (a test compares them); an unknown code becomes the base class of its range, so an engine that is
-newer than this file still raises something that callers can handle.
+The codes mirror ``status.h`` (a test compares them); an unknown code becomes the base class of its range, so an engine
+that is newer than this file still raises something that callers can handle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import NoReturn
 
 from kvxfer import errors
 from kvxfer.errors import Field, KvxferError
@@ -133,6 +132,7 @@ def error_for(
     op_id: int | None = None,
     peer: str | None = None,
     transport: str | None = None,
+    retryable: bool | None = None,
     **fields: Field,
 ) -> KvxferError:
     """The typed error of a native status; ``what`` names the call that failed."""
@@ -142,14 +142,30 @@ def error_for(
         message = f"{message}: {os.strerror(sys_errno)}"
     if what:
         message = f"{what}: {message}"
-    return kind(message, op_id=op_id, peer=peer, transport=transport, status=status, hint=hint, **fields)
+    return kind(
+        message, op_id=op_id, peer=peer, transport=transport, status=status, retryable=retryable, hint=hint, **fields
+    )
 
 
-def raise_for(status: int, *, sys_errno: int = 0, what: str = "", **fields: Field) -> None:
+def raise_for(
+    status: int,
+    *,
+    sys_errno: int = 0,
+    what: str = "",
+    op_id: int | None = None,
+    peer: str | None = None,
+    transport: str | None = None,
+    **fields: Field,
+) -> None:
     """Raise the typed error unless ``status`` is OK."""
     if status != 0:
-        _raise(error_for(status, sys_errno=sys_errno, what=what, **fields))  # type: ignore[arg-type]
-
-
-def _raise(error: KvxferError) -> NoReturn:
-    raise error
+        raise error_for(
+            status,
+            sys_errno=sys_errno,
+            what=what,
+            op_id=op_id,
+            peer=peer,
+            transport=transport,
+            retryable=None,
+            **fields,
+        )
