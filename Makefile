@@ -52,7 +52,7 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 build: $(VENV)/.runtime ## compile the native engine in place and install the command kvxfer into the venv
 	@echo "== compiling the native engine"
 	@$(PY) setup.py --quiet build_ext --inplace
-	@$(MAKE) --no-print-directory $(VENV)/.installed
+	@$(MAKE) --silent --no-print-directory $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py $(VENV)/.runtime
 	@echo "== installing the command kvxfer into $(VENV)"
