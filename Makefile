@@ -56,7 +56,7 @@ build: $(VENV)/.runtime ## compile the native engine in place and install the co
 
 $(VENV)/.installed: pyproject.toml setup.py $(VENV)/.runtime
 	@echo "== installing the command kvxfer into $(VENV)"
-	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@PYTHONWARNINGS=ignore $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # -- use --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""The build's own promises: pins that are whole and agree with the package, targets that exist, scripts that parse."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools import preflight
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package to exact version, files that it includes included."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            found |= pins(line.removeprefix("-r "))
+        elif line and not line.startswith("#"):
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", line)
+            assert match, f"{name}: {line!r} is not an exact version"
+            found[canonicalize_name(match[1])] = match[2]
+    return found
+
+
+def test_runtime_pins_satisfy_what_the_package_asks_for() -> None:
+    exact = pins("runtime.txt")
+    for text in PROJECT["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(exact[canonicalize_name(requirement.name)]), text
+
+
+def test_pins_are_what_runs_here() -> None:
+    """Otherwise a green run says little about the pinned versions."""
+    for name, exact in pins("dev.txt").items():
+        try:
+            assert version(name) == exact, name
+        except PackageNotFoundError:
+            pytest.fail(f"{name} is pinned and not installed: run make build")
+
+
+def test_every_target_of_the_documentation_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = {word for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.MULTILINE) for word in line.split()}
+    for page in ("README.md", "docs/development.md", "docs/operations.md"):
+        named = set(re.findall(r"\bmake ([a-z-]+)\b(?=[`# ])", (ROOT / page).read_text(encoding="utf-8")))
+        spoken = {name for name in named if f"`make {name}" in (ROOT / page).read_text(encoding="utf-8")}
+        assert spoken <= targets, page
+
+
+def test_help_lists_the_targets_that_people_use() -> None:
+    run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = {line.split()[0] for line in run.stdout.splitlines() if line.startswith("  ")}
+    assert {"build", "demo", "check", "test", "sanitize", "bench", "clean", "help"} <= listed
+
+
+def test_ci_script_parses_and_may_be_executed() -> None:
+    script = ROOT / ".ci" / "run"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert script.stat().st_mode & 0o111
+    assert "set -euo pipefail" in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "sentence"),
+    [
+        ("PYTHON_MIN", (99, 0), "needs Python 99.0 or newer"),
+        ("COMPILER", "no-such-compiler", "No C compiler"),
+    ],
+)
+def test_preflight_says_what_is_missing(
+    setting: str, value: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting == "COMPILER":
+        monkeypatch.setenv("CC", str(value))
+    else:
+        monkeypatch.setattr(preflight, setting, value)
+    [problem] = list(preflight.problems())
+    assert sentence in problem
