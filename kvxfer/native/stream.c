@@ -1,0 +1,419 @@
+/* stream.c: encoding, authenticators and the receive state machine of the data path. Pure: no socket, no clock, no
+ * allocation, so that a fuzzer can feed it byte by byte. All integers are little endian, put together by shifts. */
+#include "stream.h"
+
+#include <string.h>
+
+/* Offsets of the header's fields; the authenticator comes last so that everything before it is what it covers. */
+enum {
+    AT_MAGIC = 0,
+    AT_VERSION = 4,
+    AT_TYPE = 5,
+    AT_FLAGS = 6,
+    AT_SEGMENTS = 8,
+    AT_STATUS = 12,
+    AT_OP = 16,
+    AT_INDEX = 24,
+    AT_SEGMENT = 28,
+    AT_GRANT = 32,
+    AT_GENERATION = 40,
+    AT_LENGTH = 48,
+    AT_TAG = 56,
+    AT_VALUE = 64,
+    AT_MAC = 72,
+
+    HELLO_AT_ROLE = 6,
+    HELLO_AT_STREAM = 7,
+    HELLO_AT_STREAMS = 8,
+    HELLO_AT_ZERO = 9,
+    HELLO_AT_STATUS = 12,
+    HELLO_AT_FRAME_BYTES = 16,
+    HELLO_AT_SESSION = 20,
+    HELLO_AT_NONCE = 28,
+    HELLO_AT_ENGINE = 44,
+    HELLO_AT_END = 60,
+
+    TRAILER_AT_STATUS = 0,
+    TRAILER_AT_CRC = 4,
+    TRAILER_AT_ZERO = 8,
+    TRAILER_AT_MAC = 16
+};
+
+enum { RX_HELLO, RX_HEAD, RX_PAYLOAD, RX_TRAILER, RX_DEAD };
+
+static void store(uint8_t *bytes, uint64_t value, uint32_t width) {
+    for (uint32_t i = 0; i < width; i++) {
+        bytes[i] = (uint8_t)(value >> (8 * i));
+    }
+}
+
+static uint64_t load(const uint8_t *bytes, uint32_t width) {
+    uint64_t value = 0;
+    for (uint32_t i = 0; i < width; i++) {
+        value |= (uint64_t)bytes[i] << (8 * i);
+    }
+    return value;
+}
+
+void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYTES]) {
+    memset(bytes, 0, KVX_STREAM_HELLO_BYTES);
+    store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
+    bytes[AT_VERSION] = hello->version;
+    bytes[AT_TYPE] = KVX_FRAME_HELLO;
+    bytes[HELLO_AT_ROLE] = hello->role;
+    bytes[HELLO_AT_STREAM] = hello->stream;
+    bytes[HELLO_AT_STREAMS] = hello->streams;
+    store(bytes + HELLO_AT_STATUS, (uint32_t)hello->status, 4);
+    store(bytes + HELLO_AT_FRAME_BYTES, hello->frame_bytes, 4);
+    memcpy(bytes + HELLO_AT_SESSION, hello->session, sizeof hello->session);
+    memcpy(bytes + HELLO_AT_NONCE, hello->nonce, KVX_NONCE_BYTES);
+    memcpy(bytes + HELLO_AT_ENGINE, hello->engine_id, KVX_ID_BYTES);
+}
+
+void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes) {
+    store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
+    bytes[AT_VERSION] = KVX_STREAM_VERSION;
+    bytes[AT_TYPE] = frame->type;
+    store(bytes + AT_FLAGS, frame->flags, 2);
+    store(bytes + AT_SEGMENTS, frame->segments, 4);
+    store(bytes + AT_STATUS, (uint32_t)frame->status, 4);
+    store(bytes + AT_OP, frame->op, 8);
+    store(bytes + AT_INDEX, frame->index, 4);
+    store(bytes + AT_SEGMENT, frame->segment, 4);
+    store(bytes + AT_GRANT, frame->grant, 8);
+    store(bytes + AT_GENERATION, frame->generation, 8);
+    store(bytes + AT_LENGTH, frame->length, 8);
+    store(bytes + AT_TAG, frame->tag, 8);
+    store(bytes + AT_VALUE, frame->value, 8);
+    memset(bytes + AT_MAC, 0, KVX_MAC_BYTES);
+}
+
+void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, uint64_t length) {
+    uint8_t *at = bytes + KVX_STREAM_HEADER_BYTES + (uint64_t)index * KVX_STREAM_SEGMENT_BYTES;
+    store(at, offset, 8);
+    store(at + 8, length, 8);
+}
+
+static void mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter,
+                      uint32_t sender_role, uint32_t kind) {
+    uint8_t where[16];
+    store(where, counter, 8);
+    store(where + 8, sender_role, 4);
+    store(where + 12, kind, 4);
+    kvx_mac_init(state, key);
+    kvx_mac_update(state, auth->nonces, sizeof auth->nonces);
+    kvx_mac_update(state, where, sizeof where);
+}
+
+void kvx_frame_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                   const uint8_t *head, uint64_t length, uint8_t *mac) {
+    kvx_mac_state state;
+    mac_begin(&state, auth, key, counter, sender_role, 1);
+    kvx_mac_update(&state, head, AT_MAC);
+    if (length > KVX_STREAM_HEADER_BYTES) {
+        kvx_mac_update(&state, head + KVX_STREAM_HEADER_BYTES, length - KVX_STREAM_HEADER_BYTES);
+    }
+    kvx_mac_final(&state, mac);
+}
+
+void kvx_frame_seal(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                    uint8_t *head, uint64_t length) {
+    kvx_frame_mac(auth, key, counter, sender_role, head, length, head + AT_MAC);
+}
+
+bool kvx_frame_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                    const uint8_t *head, uint64_t length) {
+    uint8_t mac[KVX_MAC_BYTES];
+    kvx_frame_mac(auth, key, counter, sender_role, head, length, mac);
+    return kvx_mac_equal(mac, head + AT_MAC);
+}
+
+static void trailer_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                        const uint8_t *bytes, uint8_t *mac) {
+    kvx_mac_state state;
+    mac_begin(&state, auth, key, counter, sender_role, 2);
+    kvx_mac_update(&state, bytes, TRAILER_AT_MAC);
+    kvx_mac_final(&state, mac);
+}
+
+void kvx_trailer_encode(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                        int32_t status, uint32_t crc, uint8_t bytes[KVX_STREAM_TRAILER_BYTES]) {
+    memset(bytes, 0, KVX_STREAM_TRAILER_BYTES);
+    store(bytes + TRAILER_AT_STATUS, (uint32_t)status, 4);
+    store(bytes + TRAILER_AT_CRC, crc, 4);
+    trailer_mac(auth, key, counter, sender_role, bytes, bytes + TRAILER_AT_MAC);
+}
+
+bool kvx_trailer_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                      const uint8_t bytes[KVX_STREAM_TRAILER_BYTES], int32_t *status_p, uint32_t *crc_p) {
+    uint8_t mac[KVX_MAC_BYTES];
+    trailer_mac(auth, key, counter, sender_role, bytes, mac);
+    if (!kvx_mac_equal(mac, bytes + TRAILER_AT_MAC)) {
+        return false;
+    }
+    *status_p = (int32_t)(uint32_t)load(bytes + TRAILER_AT_STATUS, 4);
+    *crc_p = (uint32_t)load(bytes + TRAILER_AT_CRC, 4);
+    return true;
+}
+
+/* -- spans ------------------------------------------------------------------------------------------------------ */
+
+uint32_t kvx_spans_vectors(const kvx_spans *spans, struct iovec *vectors, uint32_t max, uint64_t bytes_max,
+                           uint64_t *bytes_p) {
+    uint64_t left = spans->left < bytes_max ? spans->left : bytes_max;
+    uint64_t offset = spans->offset, bytes = 0;
+    uint32_t count = 0;
+    for (const kvx_segment *at = spans->segments; left > 0 && count < max; at++, count++) {
+        uint64_t length = at->length - offset < left ? at->length - offset : left;
+        vectors[count] = (struct iovec){.iov_base = spans->base + at->local_offset + offset, .iov_len = length};
+        left -= length;
+        bytes += length;
+        offset = 0;
+    }
+    *bytes_p = bytes;
+    return count;
+}
+
+void kvx_spans_advance(kvx_spans *spans, uint64_t bytes) {
+    spans->left -= bytes;
+    spans->offset += bytes;
+    /* the last segment may be walked in part only; do not look past it */
+    while (spans->left > 0 && spans->offset >= spans->segments->length) {
+        spans->offset -= spans->segments->length;
+        spans->segments++;
+    }
+}
+
+uint32_t kvx_spans_crc(const kvx_spans *spans, uint64_t bytes, uint32_t crc) {
+    uint64_t offset = spans->offset;
+    for (const kvx_segment *at = spans->segments; bytes > 0; at++) {
+        uint64_t length = at->length - offset < bytes ? at->length - offset : bytes;
+        crc = kvx_crc32c(crc, spans->base + at->local_offset + offset, length);
+        bytes -= length;
+        offset = 0;
+    }
+    return crc;
+}
+
+void kvx_spans_write(const kvx_spans *spans, const uint8_t *source, uint64_t bytes) {
+    uint64_t offset = spans->offset;
+    for (const kvx_segment *at = spans->segments; bytes > 0; at++) {
+        uint64_t length = at->length - offset < bytes ? at->length - offset : bytes;
+        memcpy(spans->base + at->local_offset + offset, source, length);
+        source += length;
+        bytes -= length;
+        offset = 0;
+    }
+}
+
+/* -- receive ---------------------------------------------------------------------------------------------------- */
+
+void kvx_rx_init(kvx_stream_rx *rx, uint32_t role, uint32_t frame_bytes) {
+    memset(rx, 0, offsetof(kvx_stream_rx, buffer));
+    rx->role = role;
+    rx->frame_bytes = frame_bytes;
+    rx->state = RX_HELLO;
+}
+
+uint8_t *kvx_rx_space(kvx_stream_rx *rx, uint32_t *length_p) {
+    if (rx->begin > 0) {
+        memmove(rx->buffer, rx->buffer + rx->begin, rx->end - rx->begin);
+        rx->end -= rx->begin;
+        rx->begin = 0;
+    }
+    *length_p = KVX_STREAM_BUFFER_BYTES - rx->end;
+    return rx->buffer + rx->end;
+}
+
+void kvx_rx_received(kvx_stream_rx *rx, uint32_t length) {
+    rx->end += length;
+}
+
+static kvx_rx_event fail(kvx_stream_rx *rx, int error) {
+    rx->state = RX_DEAD;
+    rx->error = error;
+    return KVX_RX_ERROR;
+}
+
+static kvx_rx_event next_hello(kvx_stream_rx *rx) {
+    const uint8_t *at = rx->buffer + rx->begin;
+    uint32_t have = rx->end - rx->begin;
+    uint8_t magic[4];
+    store(magic, KVX_STREAM_MAGIC, 4);
+    /* scanners and other protocols are recognised at their first byte */
+    if (memcmp(at, magic, have < 4 ? have : 4) != 0) {
+        return fail(rx, KVX_E_NOT_KVXFER);
+    }
+    if (have > AT_VERSION && at[AT_VERSION] != KVX_STREAM_VERSION) {
+        rx->hello.version = at[AT_VERSION];
+        return fail(rx, KVX_E_VERSION);
+    }
+    if (have < KVX_STREAM_HELLO_BYTES) {
+        return KVX_RX_MORE;
+    }
+    kvx_hello *hello = &rx->hello;
+    hello->version = at[AT_VERSION];
+    hello->role = at[HELLO_AT_ROLE];
+    hello->stream = at[HELLO_AT_STREAM];
+    hello->streams = at[HELLO_AT_STREAMS];
+    hello->status = (int32_t)(uint32_t)load(at + HELLO_AT_STATUS, 4);
+    hello->frame_bytes = (uint32_t)load(at + HELLO_AT_FRAME_BYTES, 4);
+    memcpy(hello->session, at + HELLO_AT_SESSION, sizeof hello->session);
+    memcpy(hello->nonce, at + HELLO_AT_NONCE, KVX_NONCE_BYTES);
+    memcpy(hello->engine_id, at + HELLO_AT_ENGINE, KVX_ID_BYTES);
+    uint32_t other = rx->role == KVX_STREAM_DIALLER ? KVX_STREAM_ACCEPTOR : KVX_STREAM_DIALLER;
+    if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != other) {
+        return fail(rx, KVX_E_NOT_KVXFER);
+    }
+    if (hello->streams == 0 || hello->streams > KVX_STREAM_STREAMS_MAX || hello->stream >= hello->streams ||
+        hello->frame_bytes == 0 || load(at + HELLO_AT_ZERO, 3) != 0 || load(at + HELLO_AT_END, 4) != 0) {
+        return fail(rx, KVX_E_INVALID);
+    }
+    rx->begin += KVX_STREAM_HELLO_BYTES;
+    rx->state = RX_HEAD;
+    return KVX_RX_HELLO;
+}
+
+static void decode(kvx_frame *frame, const uint8_t *at) {
+    frame->type = at[AT_TYPE];
+    frame->flags = (uint16_t)load(at + AT_FLAGS, 2);
+    frame->segments = (uint32_t)load(at + AT_SEGMENTS, 4);
+    frame->status = (int32_t)(uint32_t)load(at + AT_STATUS, 4);
+    frame->op = load(at + AT_OP, 8);
+    frame->index = (uint32_t)load(at + AT_INDEX, 4);
+    frame->segment = (uint32_t)load(at + AT_SEGMENT, 4);
+    frame->grant = load(at + AT_GRANT, 8);
+    frame->generation = load(at + AT_GENERATION, 8);
+    frame->length = load(at + AT_LENGTH, 8);
+    frame->tag = load(at + AT_TAG, 8);
+    frame->value = load(at + AT_VALUE, 8);
+}
+
+/* May a frame like this come from the other side at all? Looks at the fixed header only. */
+static bool plausible(const kvx_stream_rx *rx) {
+    const kvx_frame *frame = &rx->frame;
+    if (frame->flags & ~KVX_FRAME_F_ALL || frame->status < 0) {
+        return false;
+    }
+    bool bulk = frame->length > 0 && frame->length <= rx->frame_bytes;
+    bool listed = frame->segments > 0 && frame->segments <= KVX_STREAM_SEGMENTS_MAX;
+    bool plain = frame->length == 0 && frame->segments == 0;
+    bool failed = frame->status >= KVX_E_CANCELLED && frame->status < KVX_E_INTERNAL; /* what may be said of an op */
+    if (rx->role == KVX_STREAM_ACCEPTOR) {
+        if (frame->status != 0 || frame->flags & KVX_FRAME_F_BARE) {
+            return false;
+        }
+        switch (frame->type) {
+        case KVX_FRAME_PUT:
+        case KVX_FRAME_GET:
+            return bulk && listed;
+        case KVX_FRAME_ATTACH:
+        case KVX_FRAME_DETACH:
+        case KVX_FRAME_NOTIFY:
+        case KVX_FRAME_BYE:
+            return plain && frame->flags == 0;
+        default:
+            return false;
+        }
+    }
+    switch (frame->type) {
+    case KVX_FRAME_DATA:
+        return bulk && frame->segments == 0 && frame->status == 0 && !(frame->flags & ~KVX_FRAME_F_CHECK);
+    case KVX_FRAME_ACK:
+        return plain &&
+               (frame->flags == KVX_FRAME_F_BARE ? failed : frame->flags == 0 && (failed || frame->status == 0));
+    case KVX_FRAME_BYE:
+        return plain && frame->flags == 0 && frame->status == 0;
+    default:
+        return false;
+    }
+}
+
+/* The segments must be non-empty and add up to the payload, without overflow. */
+static bool segments_add_up(const kvx_stream_rx *rx) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < rx->frame.segments; i++) {
+        uint64_t offset, length;
+        kvx_rx_segment(rx, i, &offset, &length);
+        if (length == 0 || length > rx->frame.length - sum) {
+            return false;
+        }
+        sum += length;
+    }
+    return rx->frame.segments == 0 || sum == rx->frame.length;
+}
+
+static kvx_rx_event next_head(kvx_stream_rx *rx) {
+    const uint8_t *at = rx->buffer + rx->begin;
+    uint32_t have = rx->end - rx->begin;
+    if (have < KVX_STREAM_HEADER_BYTES) {
+        return KVX_RX_MORE;
+    }
+    if (load(at + AT_MAGIC, 4) != KVX_STREAM_MAGIC || at[AT_VERSION] != KVX_STREAM_VERSION) {
+        return fail(rx, KVX_E_INVALID);
+    }
+    decode(&rx->frame, at);
+    if (!plausible(rx)) {
+        return fail(rx, KVX_E_INVALID);
+    }
+    uint32_t whole = KVX_STREAM_HEADER_BYTES + rx->frame.segments * KVX_STREAM_SEGMENT_BYTES;
+    if (have < whole) {
+        return KVX_RX_MORE;
+    }
+    rx->head = at;
+    rx->head_length = whole;
+    if (!segments_add_up(rx)) {
+        return fail(rx, KVX_E_INVALID);
+    }
+    rx->begin += whole;
+    rx->counter++;
+    if (rx->frame.type == KVX_FRAME_PUT || rx->frame.type == KVX_FRAME_DATA) {
+        rx->payload_left = rx->frame.length;
+        rx->state = RX_PAYLOAD;
+    }
+    return KVX_RX_FRAME;
+}
+
+kvx_rx_event kvx_rx_next(kvx_stream_rx *rx) {
+    switch (rx->state) {
+    case RX_HELLO:
+        return next_hello(rx);
+    case RX_HEAD:
+        return next_head(rx);
+    case RX_PAYLOAD:
+        if (rx->payload_left > 0) {
+            return KVX_RX_PAYLOAD;
+        }
+        rx->state = RX_TRAILER;
+        /* fall through */
+    case RX_TRAILER:
+        if (rx->end - rx->begin < KVX_STREAM_TRAILER_BYTES) {
+            return KVX_RX_MORE;
+        }
+        rx->head = rx->buffer + rx->begin;
+        rx->head_length = KVX_STREAM_TRAILER_BYTES;
+        rx->begin += KVX_STREAM_TRAILER_BYTES;
+        rx->counter++;
+        rx->state = RX_HEAD;
+        return KVX_RX_TRAILER;
+    default:
+        return KVX_RX_ERROR;
+    }
+}
+
+void kvx_rx_segment(const kvx_stream_rx *rx, uint32_t index, uint64_t *offset_p, uint64_t *length_p) {
+    const uint8_t *at = rx->head + KVX_STREAM_HEADER_BYTES + (uint64_t)index * KVX_STREAM_SEGMENT_BYTES;
+    *offset_p = load(at, 8);
+    *length_p = load(at + 8, 8);
+}
+
+uint32_t kvx_rx_buffered(const kvx_stream_rx *rx, const uint8_t **bytes_p) {
+    uint32_t have = rx->end - rx->begin;
+    *bytes_p = rx->buffer + rx->begin;
+    return have < rx->payload_left ? have : (uint32_t)rx->payload_left;
+}
+
+void kvx_rx_payload_taken(kvx_stream_rx *rx, uint32_t buffered, uint64_t direct) {
+    rx->begin += buffered;
+    rx->payload_left -= buffered + direct;
+}

@@ -1,0 +1,502 @@
+/* transport_tcp.c: the tcp transport: reaches every host, with native threads and no copy beside the kernel's two.
+ *
+ * This file is the table of slots, the progress loop and the listener. Each progress thread sleeps in epoll_wait until
+ * a socket, the core (cancel, revoke, room for notifications) or one of its own lists (new connections, connections
+ * with something to send, peers to look at, grants to end) has work; without deadlines it sleeps for ever. See tcp.h
+ * for who owns what. */
+#define _GNU_SOURCE
+#include "tcp.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define EVENTS_MAX  64
+#define ACCEPTS_MAX 64 /* in one turn */
+
+/* -- a thread's lists ------------------------------------------------------------------------------------------- */
+
+static void thread_signal(tcp_thread *thread, bool was_kicked) {
+    uint64_t one = 1;
+    if (!was_kicked) {
+        (void)!write(thread->kick_fd, &one, sizeof one);
+    }
+}
+
+void kvx_tcp_inbox(tcp_conn *conn) {
+    tcp_thread *thread = conn->thread;
+    pthread_mutex_lock(&thread->lock);
+    conn->inbox_next = thread->inbox;
+    thread->inbox = conn;
+    bool was_kicked = thread->kicked;
+    thread->kicked = true;
+    pthread_mutex_unlock(&thread->lock);
+    thread_signal(thread, was_kicked);
+}
+
+void kvx_tcp_kick(tcp_conn *conn) {
+    tcp_thread *thread = conn->thread;
+    pthread_mutex_lock(&thread->lock);
+    bool needless = conn->kick_queued || conn->state == TCP_DEAD;
+    bool was_kicked = thread->kicked || needless;
+    if (!needless) {
+        conn->kick_queued = true;
+        conn->kick_next = thread->kicks;
+        thread->kicks = conn;
+        thread->kicked = true;
+    }
+    pthread_mutex_unlock(&thread->lock);
+    thread_signal(thread, was_kicked);
+}
+
+void kvx_tcp_unkick(tcp_conn *conn) {
+    tcp_thread *thread = conn->thread;
+    pthread_mutex_lock(&thread->lock);
+    if (conn->kick_queued) {
+        tcp_conn **at = &thread->kicks;
+        while (*at != conn) {
+            at = &(*at)->kick_next;
+        }
+        *at = conn->kick_next;
+        conn->kick_queued = false;
+    }
+    pthread_mutex_unlock(&thread->lock);
+}
+
+void kvx_tcp_kick_peer(tcp_peer *peer) {
+    tcp_thread *thread = peer->home;
+    pthread_mutex_lock(&thread->lock);
+    bool was_kicked = thread->kicked || peer->todo_queued;
+    if (!peer->todo_queued) {
+        peer->todo_queued = true;
+        peer->todo_next = thread->todo;
+        thread->todo = peer;
+        thread->kicked = true;
+    }
+    pthread_mutex_unlock(&thread->lock);
+    thread_signal(thread, was_kicked);
+}
+
+void kvx_tcp_unkick_peer(tcp_peer *peer) {
+    tcp_thread *thread = peer->home;
+    pthread_mutex_lock(&thread->lock);
+    if (peer->todo_queued) {
+        tcp_peer **at = &thread->todo;
+        while (*at != peer) {
+            at = &(*at)->todo_next;
+        }
+        *at = peer->todo_next;
+        peer->todo_queued = false;
+    }
+    pthread_mutex_unlock(&thread->lock);
+}
+
+/* Takes one element of each list; false when all were empty. */
+static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p, tcp_peer **todo_p,
+                      tcp_revoke_node **revoke_p) {
+    pthread_mutex_lock(&thread->lock);
+    if ((*adopt_p = thread->inbox) != NULL) {
+        thread->inbox = (*adopt_p)->inbox_next;
+    }
+    if ((*kick_p = thread->inbox == NULL ? thread->kicks : NULL) != NULL) {
+        thread->kicks = (*kick_p)->kick_next;
+        (*kick_p)->kick_queued = false;
+    }
+    if ((*todo_p = thread->todo) != NULL) {
+        thread->todo = (*todo_p)->todo_next;
+        (*todo_p)->todo_queued = false;
+    }
+    if ((*revoke_p = thread->revokes) != NULL) {
+        thread->revokes = (*revoke_p)->next;
+    }
+    bool any = *adopt_p || *kick_p || *todo_p || *revoke_p;
+    if (!any) {
+        thread->kicked = false;
+    }
+    pthread_mutex_unlock(&thread->lock);
+    return any;
+}
+
+static void revoke_here(tcp_thread *thread, tcp_revoke_node *node) {
+    tcp_transport *tcp = thread->tcp;
+    tcp_revoke *revoke = node->revoke;
+    for (tcp_conn *conn = thread->conns; conn != NULL; conn = conn->next) {
+        if (conn->role == KVX_STREAM_ACCEPTOR) {
+            kvx_tcp_serve_revoke(conn, revoke->grant);
+        }
+    }
+    free(node);
+    if (atomic_fetch_sub(&revoke->threads_left, 1) == 1) {
+        kvx_grant_quiet(tcp->core, tcp->slot, revoke->grant);
+        free(revoke);
+    }
+}
+
+static void work_off(tcp_thread *thread) {
+    tcp_conn *adopt, *kick;
+    tcp_peer *todo;
+    tcp_revoke_node *revoke;
+    while (work_take(thread, &adopt, &kick, &todo, &revoke)) {
+        if (adopt != NULL) {
+            kvx_tcp_conn_adopt(adopt);
+        }
+        if (kick != NULL && kick->state != TCP_NEW && kick->state != TCP_DEAD && !kvx_tcp_peer_over(kick) &&
+            kick->state == TCP_OPEN) {
+            kvx_tcp_pump(kick);
+        }
+        if (revoke != NULL) {
+            revoke_here(thread, revoke);
+        }
+        if (todo != NULL) {
+            kvx_tcp_peer_todo(todo);
+        }
+    }
+}
+
+/* -- the listener, on thread 0 ---------------------------------------------------------------------------------- */
+
+static void listen_arm(tcp_transport *tcp, bool on) {
+    struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &tcp->listen_fd};
+    (void)epoll_ctl(tcp->thread[0].epoll_fd, EPOLL_CTL_MOD, tcp->listen_fd, &event);
+    atomic_store(&tcp->accept_paused, !on);
+}
+
+static void wake_all(tcp_transport *tcp) {
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        thread_signal(&tcp->thread[i], false);
+    }
+}
+
+void kvx_tcp_accept_resume(tcp_transport *tcp) {
+    if (atomic_load(&tcp->accept_paused)) {
+        thread_signal(&tcp->thread[0], false);
+    }
+}
+
+static bool crowded(tcp_transport *tcp) {
+    return atomic_load(&tcp->unproved) >= TCP_UNPROVED_MAX;
+}
+
+static void accept_turn(tcp_transport *tcp) {
+    for (int i = 0; i < ACCEPTS_MAX; i++) {
+        if (crowded(tcp)) { /* the rest waits in the backlog until some have proved themselves or were closed */
+            listen_arm(tcp, false);
+            wake_all(tcp); /* deadlines are shorter now */
+            return;
+        }
+        int fd = accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
+            continue;
+        }
+        if (fd < 0) {
+            if (errno != EAGAIN) { /* out of descriptors or memory: try later instead of spinning */
+                listen_arm(tcp, false);
+                tcp->accept_retry_ms = kvx_now_ms() + TCP_RETRY_ACCEPT_MS;
+            }
+            return;
+        }
+        tcp_conn *conn = kvx_tcp_conn_new(tcp, KVX_STREAM_ACCEPTOR);
+        if (conn == NULL) {
+            close(fd);
+            return;
+        }
+        conn->fd = fd;
+        conn->thread = &tcp->thread[atomic_fetch_add(&tcp->next_thread, 1) % tcp->threads];
+        atomic_fetch_add(&tcp->accepted, 1);
+        atomic_fetch_add(&tcp->unproved, 1);
+        kvx_tcp_inbox(conn);
+    }
+}
+
+static void accept_again(tcp_transport *tcp, uint64_t now_ms) {
+    if (!atomic_load(&tcp->accept_paused) || crowded(tcp) || now_ms < tcp->accept_retry_ms) {
+        return;
+    }
+    tcp->accept_retry_ms = 0;
+    listen_arm(tcp, true);
+}
+
+/* -- progress --------------------------------------------------------------------------------------------------- */
+
+/* The core woke us: something was cancelled, or there is room for notifications again. */
+static void look_at_all(tcp_thread *thread) {
+    for (tcp_conn *conn = thread->conns, *next; conn != NULL; conn = next) {
+        next = conn->next;
+        if (conn->state != TCP_OPEN) {
+            continue;
+        }
+        if (conn->role == KVX_STREAM_DIALLER) {
+            kvx_tcp_xfer_scan(conn);
+        } else if (conn->rx_stopped) {
+            kvx_tcp_serve_wake(conn);
+            if (conn->state == TCP_OPEN || conn->state == TCP_LINGER) {
+                kvx_tcp_pump(conn);
+            }
+        }
+    }
+}
+
+static void deadlines(tcp_thread *thread, uint64_t now_ms) {
+    bool hurry = crowded(thread->tcp);
+    if (!hurry && (thread->deadline_ms == 0 || now_ms < thread->deadline_ms)) {
+        return;
+    }
+    thread->deadline_ms = 0;
+    for (tcp_conn *conn = thread->conns, *next; conn != NULL; conn = next) {
+        next = conn->next;
+        kvx_tcp_conn_expired(conn, now_ms);
+        if (conn->state != TCP_DEAD && conn->deadline_ms != 0) {
+            kvx_tcp_conn_deadline(conn, conn->deadline_ms);
+        }
+    }
+}
+
+static void bury(tcp_thread *thread) {
+    while (thread->graveyard != NULL) {
+        tcp_conn *conn = thread->graveyard;
+        thread->graveyard = conn->grave_next;
+        if (conn->role == KVX_STREAM_ACCEPTOR) {
+            kvx_tcp_conn_free(conn);
+        } else {
+            kvx_tcp_peer_conn_gone(conn);
+        }
+    }
+}
+
+static int wait_ms(const tcp_thread *thread, int timeout_ms) {
+    tcp_transport *tcp = thread->tcp;
+    uint64_t until = thread->deadline_ms;
+    uint64_t now_ms = 0;
+    if (crowded(tcp)) {
+        until = (now_ms = kvx_now_ms()) + TCP_RETRY_ACCEPT_MS;
+    }
+    if (thread->index == 0 && tcp->accept_retry_ms != 0 && (until == 0 || tcp->accept_retry_ms < until)) {
+        until = tcp->accept_retry_ms;
+    }
+    if (until == 0) {
+        return timeout_ms;
+    }
+    if (now_ms == 0) {
+        now_ms = kvx_now_ms();
+    }
+    int left = until <= now_ms ? 0 : until - now_ms > 60000 ? 60000 : (int)(until - now_ms);
+    return timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
+}
+
+static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
+    tcp_transport *tcp = transport;
+    tcp_thread *thread = &tcp->thread[index];
+    struct epoll_event events[EVENTS_MAX];
+    int count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, wait_ms(thread, timeout_ms));
+    uint64_t value;
+    bool woken = false;
+    for (int i = 0; i < count; i++) {
+        void *what = events[i].data.ptr;
+        if (what == &thread->wake_fd) {
+            woken = read(thread->wake_fd, &value, sizeof value) > 0;
+        } else if (what == &thread->kick_fd) {
+            (void)!read(thread->kick_fd, &value, sizeof value);
+        } else if (what == &tcp->listen_fd) {
+            accept_turn(tcp);
+        } else {
+            kvx_tcp_conn_event(what, events[i].events);
+        }
+    }
+    work_off(thread);
+    if (woken) {
+        look_at_all(thread);
+    }
+    uint64_t now_ms = kvx_now_ms();
+    deadlines(thread, now_ms);
+    bury(thread);
+    if (index == 0) {
+        accept_again(tcp, now_ms);
+    }
+    return count > 0 ? count : 0;
+}
+
+/* -- slots ------------------------------------------------------------------------------------------------------ */
+
+static void threads_free(tcp_transport *tcp) {
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        tcp_thread *thread = &tcp->thread[i];
+        if (thread->epoll_fd >= 0) {
+            close(thread->epoll_fd);
+        }
+        if (thread->kick_fd >= 0) {
+            close(thread->kick_fd);
+        }
+        pthread_mutex_destroy(&thread->lock);
+    }
+    if (tcp->listen_fd >= 0) {
+        close(tcp->listen_fd);
+    }
+    pthread_mutex_destroy(&tcp->lock);
+    free(tcp);
+}
+
+static bool watch(int epoll_fd, int fd, void *what) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
+    return epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static bool thread_open(tcp_transport *tcp, uint32_t index) {
+    tcp_thread *thread = &tcp->thread[index];
+    thread->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    thread->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    thread->wake_fd = kvx_core_wake_fd(tcp->core, tcp->slot, index);
+    return thread->epoll_fd >= 0 && thread->kick_fd >= 0 && thread->wake_fd >= 0 &&
+           watch(thread->epoll_fd, thread->kick_fd, &thread->kick_fd) &&
+           watch(thread->epoll_fd, thread->wake_fd, &thread->wake_fd) &&
+           (index != 0 || watch(thread->epoll_fd, tcp->listen_fd, &tcp->listen_fd));
+}
+
+static uint32_t within(uint32_t value, uint32_t least, uint32_t most) {
+    return value < least ? least : value > most ? most : value;
+}
+
+static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
+                    size_t why_size) {
+    tcp_transport *tcp = calloc(1, sizeof *tcp);
+    if (tcp == NULL) {
+        snprintf(why, why_size, "tcp: out of memory");
+        return KVX_E_NOMEM;
+    }
+    tcp->core = core;
+    tcp->slot = slot;
+    tcp->config = config;
+    tcp->counters = kvx_core_counters(core, slot);
+    tcp->frame_bytes = config->frame_bytes > KVX_STREAM_FRAME_MAX ? KVX_STREAM_FRAME_MAX
+                       : config->frame_bytes < 4096               ? 4096
+                                                                  : (uint32_t)config->frame_bytes;
+    tcp->streams = within(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
+    tcp->threads = within(config->tcp_threads, 1, TCP_THREADS_MAX);
+    tcp->listen_fd = -1;
+    snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
+    pthread_mutex_init(&tcp->lock, NULL);
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        tcp->thread[i] = (tcp_thread){.tcp = tcp, .index = i, .epoll_fd = -1, .kick_fd = -1, .wake_fd = -1};
+        pthread_mutex_init(&tcp->thread[i].lock, NULL);
+    }
+    kvx_core_threads_set(core, slot, tcp->threads);
+    int status = kvx_tcp_listen(tcp, why, why_size);
+    for (uint32_t i = 0; status == KVX_OK && i < tcp->threads; i++) {
+        if (!thread_open(tcp, i)) {
+            status = errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
+            snprintf(why, why_size, "tcp: no event descriptors: %s", strerror(errno));
+        }
+    }
+    if (status != KVX_OK) {
+        threads_free(tcp);
+        return status;
+    }
+    *transport_p = tcp;
+    return KVX_OK;
+}
+
+static void thread_close(tcp_thread *thread) {
+    while (thread->inbox != NULL) { /* never adopted: put it where ending expects it */
+        tcp_conn *conn = thread->inbox;
+        thread->inbox = conn->inbox_next;
+        conn->next = thread->conns;
+        if (conn->next != NULL) {
+            conn->next->previous = conn;
+        }
+        thread->conns = conn;
+    }
+    while (thread->conns != NULL) {
+        tcp_conn *conn = thread->conns;
+        bool clean =
+            conn->role == KVX_STREAM_DIALLER && conn->state == TCP_OPEN && conn->request_count == 0 && !conn->tx.active;
+        if (clean) {
+            kvx_tcp_send_bye(conn);
+        }
+        kvx_tcp_conn_end(conn, KVX_E_CLOSED, 0, conn->role == KVX_STREAM_DIALLER && !clean);
+    }
+    while (thread->revokes != NULL) { /* the core ends what is left of grants by itself */
+        tcp_revoke_node *node = thread->revokes;
+        thread->revokes = node->next;
+        if (atomic_fetch_sub(&node->revoke->threads_left, 1) == 1) {
+            free(node->revoke);
+        }
+        free(node);
+    }
+    thread->todo = NULL;
+    bury(thread);
+}
+
+static void tcp_close(void *transport) {
+    tcp_transport *tcp = transport;
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        thread_close(&tcp->thread[i]);
+    }
+    while (tcp->peers != NULL) {
+        tcp_peer *peer = tcp->peers;
+        tcp->peers = peer->next;
+        kvx_tcp_xfer_sweep(peer, KVX_E_CLOSED);
+        kvx_tcp_peer_free(peer);
+    }
+    threads_free(tcp);
+}
+
+static void tcp_query(void *transport, kvx_transport_info *info_p) {
+    const tcp_transport *tcp = transport;
+    snprintf(info_p->name, sizeof info_p->name, "tcp");
+    snprintf(info_p->endpoint, sizeof info_p->endpoint, "%s", tcp->endpoint);
+    info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK;
+    info_p->alignment = 1;
+    info_p->region_bytes_max = UINT64_MAX;
+    info_p->copies_x100 = 200; /* into the kernel and out of it */
+}
+
+static int tcp_mem_register(void *transport, kvx_region *region) {
+    (void)transport;
+    (void)region;
+    return KVX_OK;
+}
+
+static int tcp_mem_release(void *transport, kvx_region *region, kvx_grant *grant) {
+    tcp_transport *tcp = transport;
+    (void)region;
+    if (grant == NULL || atomic_load(&tcp->accepted) == 0) { /* a connection that comes now finds the grant revoked */
+        return KVX_OK;
+    }
+    tcp_revoke *revoke = malloc(sizeof *revoke);
+    KVX_ASSERT(revoke != NULL);
+    revoke->grant = grant;
+    revoke->threads_left = tcp->threads;
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        tcp_thread *thread = &tcp->thread[i];
+        tcp_revoke_node *node = malloc(sizeof *node);
+        KVX_ASSERT(node != NULL);
+        node->revoke = revoke;
+        pthread_mutex_lock(&thread->lock);
+        node->next = thread->revokes;
+        thread->revokes = node;
+        bool was_kicked = thread->kicked;
+        thread->kicked = true;
+        pthread_mutex_unlock(&thread->lock);
+        thread_signal(thread, was_kicked);
+    }
+    return KVX_PENDING;
+}
+
+const kvx_transport_ops kvx_transport_tcp = {
+    .abi_version = KVX_ABI_VERSION,
+    .name = "tcp",
+    .open = tcp_open,
+    .close = tcp_close,
+    .query = tcp_query,
+    .mem_register = tcp_mem_register,
+    .mem_release = tcp_mem_release,
+    .mem_import = kvx_tcp_import,
+    .peer_connect = kvx_tcp_connect,
+    .peer_close = kvx_tcp_peer_close,
+    .submit = kvx_tcp_submit,
+    .progress = tcp_progress,
+};
