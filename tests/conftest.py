@@ -2,8 +2,8 @@
 
 `KVXFER_TEST_LOOP` chooses: `asyncio` (the default), `debug` (asyncio in debug mode: slow callbacks, wrong threads,
 coroutines that nobody awaited) or `uvloop`. A test that no loop can change (it is not a coroutine and uses no async
-fixture), or that says so itself with the marker `once`, runs in the mode `asyncio` only. `KVXFER_TEST_SLACK` stretches the
-time limits on slow machines.
+fixture), or that says so itself with the marker `once`, runs in the mode `asyncio` only. `KVXFER_TEST_SLACK` stretches
+the time limits on slow machines.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvxfer.options import Option, format_size
 TARGET = Path(__file__).resolve().parent.parent / "deploy" / "kvxfer.toml"
 HEAD = """\
 # kvxfer.toml: every option of `kvxfer serve`, with its default. Remove the # before a line to change it.
-# Flags win over KVXFER_* environment variables, which win over this file. `kvxfer config --config FILE` shows the result.
+# Flags win over KVXFER_* variables of the environment, which win over this file; `kvxfer config` shows the result.
 # Written by `python -m tools.example_config`.
 """
 

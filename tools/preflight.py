@@ -14,23 +14,24 @@ PYTHON_MIN = (3, 11)
 def problems():
     """Yield one sentence for each thing that is missing."""
     if sys.version_info < PYTHON_MIN:
-        yield "kvxfer needs Python %d.%d or newer, but %s is %d.%d. Name another one: make PYTHON=/path/to/python3" % (
-            PYTHON_MIN + (sys.executable,) + tuple(sys.version_info[:2])
+        yield (
+            f"kvxfer needs Python {PYTHON_MIN[0]}.{PYTHON_MIN[1]} or newer, but {sys.executable} is "
+            f"{sys.version_info[0]}.{sys.version_info[1]}. Name another one: make PYTHON=/path/to/python3"
         )
         return
     if sys.platform != "linux":
-        yield "kvxfer's native engine needs Linux (memfd, eventfd, epoll); this is %s." % sys.platform
+        yield f"kvxfer's native engine needs Linux (memfd, eventfd, epoll); this is {sys.platform}."
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
-        yield "%s cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" % sys.executable
+        yield f"{sys.executable} cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:
-        yield "No C compiler: %r is not on the PATH. On Debian and Ubuntu: apt-get install gcc libc6-dev" % compiler
+        yield f"No C compiler: {compiler!r} is not on the PATH. On Debian and Ubuntu: apt-get install gcc libc6-dev"
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     if not os.path.exists(header):
-        yield "Python's C headers are missing (%s). On Debian and Ubuntu: apt-get install python3-dev" % header
+        yield f"Python's C headers are missing ({header}). On Debian and Ubuntu: apt-get install python3-dev"
 
 
 def main():
