@@ -56,9 +56,8 @@ def parse_address(text: str, *, default_port: int | None = None) -> Address:
             raise _bad(text, "the bracket is not closed, or something other than :port follows it")
         return Address(_ipv6(host, text), _port(rest[1:] if rest else None, default_port, text))
     if text.count(":") >= 2:
-        host = _ipv6(text, text)
         _refuse_doubtful(text)
-        return Address(host, _port(None, default_port, text))
+        return Address(_ipv6(text, text), _port(None, default_port, text))
     name, colon, port = text.partition(":")
     return Address(_name_or_ipv4(name, text), _port(port if colon else None, default_port, text))
 
@@ -131,7 +130,7 @@ def _ipv6(text: str, whole: str) -> str:
 
 
 def _refuse_doubtful(text: str) -> None:
-    """`2001:db8::1:9000` is an IPv6 address, but its writer most likely meant port 9000."""
+    """`2001:db8::1:9000` is an IPv6 address, but its writer may have meant port 9000."""
     head, _, tail = text.rpartition(":")
     if not _PORT.fullmatch(tail):
         return
@@ -139,8 +138,7 @@ def _refuse_doubtful(text: str) -> None:
         ipaddress.IPv6Address(head)
     except ValueError:
         return
-    hint = BRACKET_HINT.format(host=head, port=tail) + f", or [{text}] if {tail} is part of the address"
-    raise _bad(text, "it is not clear whether the last group is a port", hint)
+    raise _bad(text, "the last group may be a port", BRACKET_HINT.format(host=head, port=tail))
 
 
 def _name_or_ipv4(text: str, whole: str) -> str:

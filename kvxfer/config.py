@@ -185,7 +185,7 @@ class Config:
     workers_max: int = _int(256, 1, 4096, "Workers of this node.")
     requests_max: int = _int(1024, 1, 65536, "Unanswered requests of one control connection.")
     link_queue_bytes_max: int = _size(
-        8 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
+        16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
     )
     frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
     postings_max: int = _int(65536, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
@@ -299,6 +299,7 @@ _ORDERED = (
     ("lease_s", "lease_s_max"),
     ("mail_bytes_max", "mailbox_bytes_max"),
     ("mailbox_bytes_max", "mailboxes_bytes_max"),
+    ("mailbox_bytes_max", "link_queue_bytes_max"),  # a new listener gets what was held at once
     ("frame_control_bytes_max", "link_queue_bytes_max"),
     ("landing_prewarm_bytes", "landing_bytes_max"),
     ("window_bytes_max", "inflight_bytes_max"),

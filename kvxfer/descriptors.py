@@ -1,8 +1,8 @@
 """Facts that travel: remote descriptors and tickets, as frozen values that survive JSON.
 
-A remote descriptor is a capability. Whoever holds it can reach exactly the bytes, in exactly the directions, that it names;
-without it no byte of a region is readable or writable. It therefore travels only inside the control plane (or wherever its
-owner chooses to send it), and its ``repr`` does not show the key.
+A remote descriptor is a capability. Whoever holds it can reach exactly the bytes, in exactly the directions, that it
+names; without it no byte of a region is readable or writable. It therefore travels only inside the control plane (or
+wherever its owner chooses to send it), and its ``repr`` does not show the key.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ACCESS_NAMES: Mapping[int, str] = {value: name for name, value in ACCESS_BY_NAME
 U64_MAX = 2**64 - 1
 ENDPOINTS_MAX = 8
 CANDIDATES_MAX = 8
+SECONDS_MAX = 31_536_000.0
 ENDPOINT_CHARS_MAX = 255
 
 
@@ -33,6 +34,17 @@ def _is_u64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= U64_MAX
 
 
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= SECONDS_MAX
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    # A single text would fall apart into its characters.
+    if not isinstance(value, list | tuple):
+        raise TypeError("a list of texts is expected")
+    return tuple(value)
+
+
 def _is_hex(value: object, chars: int) -> bool:
     return isinstance(value, str) and len(value) == chars and all(c in "0123456789abcdef" for c in value)
 
@@ -41,8 +53,8 @@ def _is_hex(value: object, chars: int) -> bool:
 class RemoteDescriptor:
     """What a peer needs to reach a part of a region. Lengths in bytes, ``expires_in_s`` in seconds from receipt.
 
-    ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is the owner engine's own
-    random id: a restarted owner has another one.
+    ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is the owner engine's
+    own random id: a restarted owner has another one.
     """
 
     node_id: str
@@ -67,6 +79,7 @@ class RemoteDescriptor:
         _require(self.access in ACCESS_NAMES, "access must be r, w or rw", self.access)
         _require(isinstance(self.key, bytes) and len(self.key) == 16, "key must be 16 bytes", type(self.key))
         _require(self.kind in ("dram", "hbm"), "kind must be dram or hbm", self.kind)
+        _require(self.expires_in_s is None or _is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s)
         _require(1 <= len(self.endpoints) <= ENDPOINTS_MAX, f"1 to {ENDPOINTS_MAX} endpoints", len(self.endpoints))
         for name, candidates in self.endpoints.items():
             _require(isinstance(name, str) and 0 < len(name) < 32, "transport name", name)
@@ -98,7 +111,7 @@ class RemoteDescriptor:
         _require(isinstance(raw, Mapping), "not a mapping", raw)
         _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"))
         try:
-            endpoints = {name: tuple(candidates) for name, candidates in dict(raw["endpoints"]).items()}
+            endpoints = {name: _texts(candidates) for name, candidates in dict(raw["endpoints"]).items()}
             expires = raw.get("expires_in_s")
             return cls(
                 node_id=raw["node_id"],
@@ -126,8 +139,8 @@ class RemoteDescriptor:
 class Ticket:
     """Prefill says "request R can be fetched here". Small; a router may carry it as JSON.
 
-    It names a posting at the publisher's daemon; ``secret`` lets an authenticated node claim it. Geometry, block table and
-    remote descriptors are handed over by the daemon at the claim, inside the control plane.
+    It names a posting at the publisher's daemon; ``secret`` lets an authenticated node claim it. Geometry, block table
+    and remote descriptors are handed over by the daemon at the claim, inside the control plane.
     """
 
     node_id: str
@@ -141,11 +154,13 @@ class Ticket:
     def __post_init__(self) -> None:
         for name in ("node_id", "incarnation", "posting"):
             _require(_is_hex(getattr(self, name), 32), f"{name} must be 32 hex digits", getattr(self, name))
-        _require(isinstance(self.secret, bytes) and len(self.secret) == 16, "secret must be 16 bytes", type(self.secret))
+        secret_fits = isinstance(self.secret, bytes) and len(self.secret) == 16
+        _require(secret_fits, "secret must be 16 bytes", type(self.secret))
         _require(1 <= len(self.addresses) <= CANDIDATES_MAX, "addresses", self.addresses)
         for text in self.addresses:
             _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "address", text)
         _require(isinstance(self.request_id, str) and 0 < len(self.request_id) <= 256, "request_id", self.request_id)
+        _require(_is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of strings and numbers for a router to carry."""
@@ -172,7 +187,7 @@ class Ticket:
             return cls(
                 node_id=raw["node_id"],
                 incarnation=raw["incarnation"],
-                addresses=tuple(raw["addresses"]),
+                addresses=_texts(raw["addresses"]),
                 posting=raw["posting"],
                 secret=bytes.fromhex(raw["secret"]),
                 request_id=raw["request_id"],
@@ -189,6 +204,6 @@ class Ticket:
     def from_json(cls, text: str) -> Ticket:
         try:
             raw = json.loads(text)
-        except ValueError as wrong:
+        except (ValueError, TypeError, RecursionError) as wrong:
             raise UsageError(f"bad ticket: not JSON: {wrong}") from wrong
         return cls.from_dict(raw)
