@@ -1,15 +1,15 @@
 """A small decoder-only transformer in numpy; its paged KV cache lies in memory that the caller provides.
 
 It knows nothing about transfers, as an inference engine would not. Its weights are drawn from a seed: what it says
-means nothing, but every token depends on the whole cache. Three choices see to that, for a random model would else soon
-repeat one token: queries and keys are normalised and their scores stretched, so that attention is neither flat nor stuck;
+means nothing, but every token depends on the whole cache. Three choices see to that, for else a random model soon
+repeats one token: queries and keys are normalised and scores stretched, so that attention is neither flat nor stuck;
 values are turned by their position, as keys are, so that what attention finds changes from step to step; and what it
 finds is normalised, so that it does not fade with the length of the prompt.
 
 The keys and values of a layer are final before that layer attends, so `TinyModel.prefill_layers` yields that early: it
 can be on its way to another machine while the rest of the layer is still computed. Prefill and decode compute each
-position the same way from the same bytes, wherever the blocks lie; a divided run therefore gives exactly the tokens of an
-undivided one (with the same numpy and the same number of BLAS threads on both sides).
+position the same way from the same bytes, wherever the blocks lie; a divided run therefore gives exactly the tokens of
+an undivided one (with the same numpy and the same number of BLAS threads on both sides).
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _rotated(rows: Floats, table: Floats) -> Floats:
 
 
 def run_undivided(data: bytes, *, seed: int, steps: int, block_tokens: int) -> tuple[list[int], int]:
-    """Prefill and decode in one go, in own memory: the ``steps`` tokens after the first one, and the prompt's length."""
+    """Prefill and decode in one go, in own memory: ``steps`` tokens after the first one, and the prompt's length."""
     model = TinyModel(seed=seed)
     tokens = tokenize(data, model.config.context_max - steps)
     blocks = -(-(len(tokens) + steps) // block_tokens)
