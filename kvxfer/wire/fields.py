@@ -79,7 +79,7 @@ class Seconds:
         return value
 
     def describe(self) -> str:
-        return f"float, 0 to {self.max:g} s"
+        return f"number, 0 to {self.max:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
