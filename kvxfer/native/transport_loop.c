@@ -349,6 +349,16 @@ static void move(uint8_t *target, const uint8_t *source, uint64_t length, uint64
     }
 }
 
+static int range_check(const kvx_access *access, const kvx_op *op, loop_item *at) {
+    for (uint32_t i = 0; i < op->count; i++) {
+        if (kvx_access_range(access, op->segments[i].remote_offset, op->segments[i].length) != KVX_OK) {
+            at->segment = i;
+            return KVX_E_RANGE;
+        }
+    }
+    return KVX_OK;
+}
+
 /* Copies up to chunk_bytes of the op. KVX_PENDING: more is left. */
 static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
     uint32_t rights = op->count == 0 ? 0 : op->kind == KVX_OP_PUT ? KVX_WRITE : KVX_READ;
@@ -357,16 +367,14 @@ static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
     if (status != KVX_OK) {
         return status;
     }
+    if (at->bytes == 0 && (status = range_check(&access, op, at)) != KVX_OK) { /* all of it, before the first byte */
+        KVX_COUNT(loop->counters, refused, 1);
+    }
     uint64_t left = loop->config->chunk_bytes;
     while (status == KVX_OK && at->segment < op->count && left != 0) {
         const kvx_segment *segment = &op->segments[at->segment];
         uint64_t length = segment->length - at->offset;
         length = length < left ? length : left;
-        status = kvx_access_range(&access, segment->remote_offset + at->offset, length);
-        if (status != KVX_OK) {
-            KVX_COUNT(loop->counters, refused, 1);
-            break;
-        }
         uint8_t *local = op->region->base + segment->local_offset + at->offset;
         uint8_t *remote = access.base + segment->remote_offset + at->offset;
         uint8_t *target = op->kind == KVX_OP_PUT ? remote : local;
