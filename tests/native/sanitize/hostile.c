@@ -296,6 +296,11 @@ void scenario_hostile(const char *transport, const char *dir, int rounds) {
         CHECK(pattern_holds_at(place_bytes(&there), 0, GUARD, 9));
         CHECK(pattern_holds_at(place_bytes(&there), GUARD + LENGTH, GUARD, 9));
     }
+    const kvx_transport_counters *row = &kvx_engine_counters(b.engine)->row[b.transport];
+    unsigned long long dropped = __atomic_load_n(&row->protocol_errors, __ATOMIC_RELAXED);
+    printf("hostile %s: %llu connections dropped, %llu requests refused, %llu notified\n", transport, dropped,
+           (unsigned long long)__atomic_load_n(&row->refused, __ATOMIC_RELAXED), (unsigned long long)b.notified);
+    CHECK(dropped > 0);
     place_free(&b, &there, both, 2);
     side_close(&b);
     side_close(&a);

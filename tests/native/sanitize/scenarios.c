@@ -7,7 +7,7 @@
 
 #define MIB          (1ull << 20)
 #define PLACES       4
-#define STORM_LENGTH (2 * MIB) /* of each place */
+#define STORM_LENGTH (4 * MIB) /* of each place */
 
 /* The two sides of a scenario and the connection from `a` to `b`. */
 typedef struct pair {
@@ -145,7 +145,8 @@ typedef struct storm {
     pair p;
     place here[PLACES], there[PLACES];
     uint64_t imports[PLACES]; /* 0 = none */
-    uint64_t tokens[128];     /* recent ones, to cancel */
+    uint64_t tokens[128];     /* some, to cancel */
+    uint64_t recent;
     uint64_t taken, refused;
 } storm;
 
@@ -173,12 +174,12 @@ static void storm_submit(storm *s) {
     s->taken += status == KVX_OK;
     s->refused += status == KVX_AGAIN;
     if (token != 0) {
-        s->tokens[dice(128)] = token;
+        s->tokens[dice(128)] = s->recent = token;
     }
 }
 
 static void storm_cancel(storm *s) {
-    uint64_t token = s->tokens[dice(128)];
+    uint64_t token = dice(2) ? s->recent : s->tokens[dice(128)];
     if (token != 0) {
         CHECK_STATUS(KVX_OK, kvx_cancel(s->p.a.engine, token)); /* also when it completed long ago */
     }
@@ -253,6 +254,7 @@ void scenario_storm(const char *transport, const char *dir, int rounds) {
         case 3:
             side_settle(s.p.both, s.p.count);
             memset(s.tokens, 0, sizeof(s.tokens));
+            s.recent = 0;
             break;
         case 4 ... 15:
             storm_cancel(&s);
