@@ -65,6 +65,9 @@ def test_too_much_is_told_apart_from_wrong() -> None:
     for kind, value in ((UInt(5), 6), (Text(1), "xx"), (Blob(1), b"xx"), (TextList(1, 1), ("xx",)), (Seconds(1), 2.0)):
         with pytest.raises(Oversize):
             kind.check(value)
+    for number in (2**64, -(2**63) - 1):
+        with pytest.raises(Oversize):
+            Scalars(1, 1, 1).check({"x": number})
     with pytest.raises(ValueError, match="must be an integer") as caught:
         UInt(5).check("6")
     assert not isinstance(caught.value, Oversize)
