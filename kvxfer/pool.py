@@ -1,9 +1,11 @@
-"""The daemon's outgoing links: one per peer node, made on demand, kept, and given up for a while when they keep failing.
+"""The daemon's outgoing links: one per peer node, made on demand, kept, and given up for a while when they keep
+failing.
 
-The idea: an entry per peer holds at most one live link and at most one attempt to make it, so any number of callers that
-want a peer at once cause one connection. Failures feed a circuit breaker: from the third in a row on, callers are told at
-once instead of waiting for another time-out, and one attempt per back-off period finds out when the peer is back. The number
-of links is a hard limit; the one that was idle for longest makes room. Dialling one's own node is an ordinary link.
+The idea: an entry per peer holds at most one live link and at most one attempt to make it, so any number of callers
+that want a peer at once cause one connection. Failures feed a circuit breaker: from the third in a row on, callers are
+told at once instead of waiting for another time-out, and one attempt per back-off period finds out when the peer is
+back. The number of links is a hard limit; the one that was idle for longest makes room. Dialling one's own node is an
+ordinary link.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kvxfer.tasks import TaskOwner
 
 BREAKER_FAILURES = 3  # in a row, before the breaker opens
 BACKOFF_S_MAX = 5.0  # an open breaker lets one attempt through at least this often
+SWEEP_MAX, SWEEP_S = 10, 0.25  # idle links are closed in small groups: at most 40 per second
 LOG_EVERY_S = 1.0  # one line per peer and second, the rest is counted
 ENTRIES_PER_LINK = 4  # remembered peers (for their breakers), as a multiple of the link limit
 
@@ -52,7 +55,7 @@ class Breaker:
         return max(0.0, self.next_at - now) if self.failures >= BREAKER_FAILURES else 0.0
 
     def failed(self, now: float, jitter: float) -> float:
-        """One more failure; ``jitter`` in [0, 1) spreads peers that failed together. Returns the back-off in seconds."""
+        """One more failure; ``jitter`` in [0, 1) spreads what failed together. Returns the back-off in seconds."""
         self.failures += 1
         grown = self.backoff_s * 2.0 ** min(self.failures - 1, 16)
         backoff_s = min(self.backoff_s_max, grown) * (0.5 + jitter / 2)
@@ -74,7 +77,6 @@ class _Peer:
     link: Link | None = None
     connecting: asyncio.Future[Link] | None = None
     keep: bool = False
-    pins: int = 0
     used_at: float = 0.0
     retry: asyncio.TimerHandle | None = None
     last_error: str = ""
@@ -83,24 +85,24 @@ class _Peer:
 
     @property
     def live(self) -> bool:
-        return self.link is not None and not self.link.closed.done()
-
-    @property
-    def busy(self) -> bool:
-        return self.connecting is not None or self.keep or self.pins > 0 or (self.live and self._pending > 0)
-
-    @property
-    def _pending(self) -> int:
-        return self.link.pending if self.link is not None else 0
+        return self.link is not None and self.link.usable
 
 
 class Pool:
     """Outgoing links by peer. `peers_max` bounds them; ``dial`` makes one, within its own time limit."""
 
     def __init__(
-        self, dial: Dial, owner: TaskOwner, config: Config, *, clock: Callable[[], float], rng: random.Random
+        self,
+        dial: Dial,
+        owner: TaskOwner,
+        config: Config,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        needed: Callable[[Link], bool],
     ) -> None:
         self._dial = dial
+        self._needed = needed
         self._owner = owner
         self._clock = clock
         self._rng = rng
@@ -155,14 +157,6 @@ class Pool:
         peer.keep = True
         self._reconnect(peer)
 
-    def pin(self, link: Link) -> None:
-        """A live claim depends on the link: it is not evicted, and watched closely."""
-        self._change_pins(link, 1)
-
-    def unpin(self, link: Link) -> None:
-        """The counterpart of `pin`."""
-        self._change_pins(link, -1)
-
     def heard_from(self, node_id: str) -> None:
         """The node dialled us: whatever the breaker believed, the next attempt may start."""
         for peer in self._peers.values():
@@ -172,6 +166,8 @@ class Pool:
     async def aclose(self, reason: str) -> None:
         """Say goodbye on every link and forget all peers."""
         self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         links = self.links
         for peer in self._peers.values():
             if peer.retry is not None:
@@ -239,6 +235,7 @@ class Pool:
         peer.link = link
         peer.used_at = self._clock()
         link.closed.add_done_callback(lambda _: self._lost(peer, link))
+        self._sweep_at(self._idle_s)
         return link
 
     def _failed(self, peer: _Peer, failure: KvxferError) -> None:
@@ -281,6 +278,8 @@ class Pool:
         key = self._aliases.get(key, key)
         peer = self._peers.get(key)
         if peer is None:
+            if not addresses:
+                raise PeerUnreachable("no address of this node is known", peer=node_id)
             self._forget_oldest()
             breaker = Breaker(backoff_s=self._backoff_s, backoff_s_max=self._backoff_s_max)
             peer = _Peer(key=key, addresses=addresses, node_id=node_id, breaker=breaker, used_at=self._clock())
@@ -295,7 +294,7 @@ class Pool:
         self._aliases[peer.key] = node_id
         replaced = self._peers.pop(node_id, None)
         if replaced is not None:
-            peer.keep, peer.pins = peer.keep or replaced.keep, peer.pins + replaced.pins
+            peer.keep = peer.keep or replaced.keep
         peer.key = node_id
         self._peers[node_id] = peer
 
@@ -308,7 +307,7 @@ class Pool:
         holding = [peer for peer in self._peers.values() if peer.live or peer.connecting is not None]
         if len(holding) < self._links_max:
             return
-        idle = [peer for peer in holding if not peer.busy and peer is not wanted]
+        idle = [peer for peer in holding if not self._busy(peer) and peer is not wanted]
         if not idle:
             raise ResourceExhausted("every peer link is in use", peer=wanted.key, limit=self._links_max, retryable=True)
         oldest = min(idle, key=lambda peer: peer.used_at)
@@ -320,18 +319,45 @@ class Pool:
     def _forget_oldest(self) -> None:
         limit = self._links_max * ENTRIES_PER_LINK
         if len(self._peers) >= limit:
-            dead = [peer for peer in self._peers.values() if not peer.live and not peer.busy]
+            dead = [peer for peer in self._peers.values() if not peer.live and not self._busy(peer)]
             if not dead:
                 raise ResourceExhausted("too many peers", limit=limit, retryable=True)
             del self._peers[min(dead, key=lambda peer: peer.used_at).key]
         if len(self._aliases) >= limit:
             self._aliases.clear()  # only a shortcut: the next connect finds the node again
 
-    def _change_pins(self, link: Link, change: int) -> None:
-        for peer in self._peers.values():
-            if peer.link is link:
-                peer.pins = max(0, peer.pins + change)
-                return
+    def _busy(self, peer: _Peer) -> bool:
+        """Must not be closed to make room: being made, to be kept, or somebody depends on it."""
+        if peer.connecting is not None or peer.keep:
+            return True
+        return peer.link is not None and (peer.link.pending > 0 or self._needed(peer.link))
+
+    # -- idle links ----------------------------------------------------------------------------------
+
+    def _sweep_at(self, delay_s: float) -> None:
+        if self._sweeper is None and not self._closed:
+            self._sweeper = asyncio.get_running_loop().call_later(delay_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close links that nobody used for `peer_idle_s`, a few at a time; look again when the next one is due."""
+        self._sweeper = None
+        now = self._clock()
+        waiting = []
+        closed = 0
+        for peer in tuple(self._peers.values()):
+            if peer.link is None or not peer.live:
+                continue
+            left_s = peer.used_at + self._idle_s - now
+            if self._busy(peer):
+                left_s = max(left_s, self._idle_s / 4)
+            if left_s <= 0 and closed < SWEEP_MAX:
+                closed += 1
+                link, peer.link = peer.link, None
+                link.start_close("idle")
+            else:
+                waiting.append(max(left_s, SWEEP_S))
+        if waiting:
+            self._sweep_at(min(waiting))
 
 
 def _retrieve(future: asyncio.Future[Link]) -> None:

@@ -1,0 +1,58 @@
+"""Files that killed processes left in the daemon's directory: sockets of engines and files of counters.
+
+The idea: a process that dies cannot clean up, but its daemon sees it die. A socket that refuses a connection has no
+owner any more, and a counters file without such a socket and without its process is history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+from kvxfer.errors import ProtocolError
+from kvxfer.native.counters import read_counters
+
+ENGINE_CHARS = 12  # of its id, in the names of its files
+
+
+def remove_leftovers(directory: Path, live_engines: Collection[str]) -> int:
+    """Remove what nobody owns any more, except files of the engines in ``live_engines`` (hex ids); returns how many."""
+    live = {engine_id[:ENGINE_CHARS] for engine_id in live_engines}
+    removed = 0
+    for path in sorted(directory.glob("e-*.sock")):
+        if path.stem.removeprefix("e-") not in live and not _accepts(path):
+            removed += _unlink(path)
+    for path in directory.glob("c-*.counters"):
+        name = path.stem.removeprefix("c-")
+        if name not in live and not (directory / f"e-{name}.sock").exists() and not _owner_lives(path):
+            removed += _unlink(path)
+    return removed
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # alive, with a full backlog
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _owner_lives(path: Path) -> bool:
+    try:
+        os.kill(read_counters(path).pid, 0)
+    except (OSError, ProtocolError):
+        return False
+    return True
+
+
+def _unlink(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        return 1
+    return 0

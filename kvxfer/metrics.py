@@ -1,0 +1,187 @@
+"""What the daemon exports: its own state, and the counters of every engine on this node, read when somebody scrapes.
+
+The idea: native threads write their counters into files that the daemon maps at scrape time, so the data path pays
+nothing for being watched. A worker that leaves takes its file along, but not its numbers: the last ones are added to a
+base, and totals never go down. Labels are names of transports, outcomes, roles and error codes only, so the number of
+series does not grow with peers, workers or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvxfer.errors import BY_CODE, KvxferError
+from kvxfer.native.counters import Counters, TransportCounters, read_counters
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TOTALS = tuple(
+    name for name in TransportCounters.__dataclass_fields__ if name not in ("name", "peers_connected", "peers_accepted")
+)
+GAUGES = ("inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes", "quarantined_grants")
+
+log = logging.getLogger("kvxfer.metrics")
+
+Totals = dict[str, dict[str, int]]
+
+
+class EngineCounters:
+    """The counters of this node's engines by any key; ``read`` gives a snapshot, or raises when there is none (yet)."""
+
+    def __init__(self) -> None:
+        self._sources: dict[object, Callable[[], Counters]] = {}
+        self._last: dict[object, Counters] = {}
+        self._base: Totals = {}
+        self.unreadable = 0
+
+    def add(self, key: object, read: Callable[[], Counters]) -> None:
+        """Count an engine from now on."""
+        self._sources[key] = read
+
+    def add_file(self, key: object, path: str, directory: Path) -> None:
+        """The same for another process's file, which must lie in the daemon's own directory."""
+        file = Path(path)
+        if path and file.parent == directory:
+            self.add(key, lambda: read_counters(file))
+
+    def remove(self, key: object) -> None:
+        """The engine is gone; what it has counted stays."""
+        if key not in self._sources:
+            return
+        self.read(key)  # a killed process leaves its file, with its last numbers
+        del self._sources[key]
+        last = self._last.pop(key, None)
+        if last is not None:
+            _accumulate(self._base, last)
+
+    def snapshot(self) -> tuple[Totals, dict[str, int]]:
+        """(totals by transport and field, sums of gauges), over living engines and those that are gone."""
+        totals = {name: dict(fields) for name, fields in self._base.items()}
+        gauges = dict.fromkeys(GAUGES, 0)
+        for key in self._sources:
+            counters = self.read(key)
+            if counters is None:
+                continue
+            _accumulate(totals, counters)
+            for name in GAUGES:
+                gauges[name] += getattr(counters, name)
+        return totals, gauges
+
+    def read(self, key: object) -> Counters | None:
+        """The newest snapshot of one engine; the last one when it cannot be read now."""
+        try:
+            self._last[key] = self._sources[key]()
+        except (OSError, KvxferError) as failure:
+            self.unreadable += 1
+            log.debug("cannot read the counters of %s: %s", key, failure)
+        return self._last.get(key)
+
+
+def _accumulate(totals: Totals, counters: Counters) -> None:
+    for row in counters.transports:
+        fields = totals.setdefault(row.name, dict.fromkeys(TOTALS, 0))
+        for name in TOTALS:
+            fields[name] += getattr(row, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One number of the daemon's own state. ``labels`` have few values, known beforehand."""
+
+    name: str
+    help: str
+    value: float
+    labels: Mapping[str, str] | None = None
+    counter: bool = False
+
+
+Samples = Callable[[], Iterator[Sample]]
+
+
+class _Collector(Collector):
+    def __init__(self, engines: EngineCounters, samples: Samples) -> None:
+        self._engines = engines
+        self._samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        totals, gauges = self._engines.snapshot()
+        yield from _engine_totals(totals)
+        for name, value in gauges.items():
+            yield GaugeMetricFamily(f"kvxfer_{name}", f"Engines of this node: {name.replace('_', ' ')}.", value)
+        yield from _families(self._samples())
+
+
+def _engine_totals(totals: Totals) -> Iterator[Metric]:
+    transfers = CounterMetricFamily(
+        "kvxfer_transfers", "Operations that ended, by transport and outcome.", labels=("transport", "outcome")
+    )
+    moved = CounterMetricFamily(
+        "kvxfer_transfer_bytes",
+        "Confirmed bytes: of our puts and gets, and moved by peers in our memory where we can see it.",
+        labels=("transport", "direction"),
+    )
+    for transport, row in totals.items():
+        ended = row["put_ops"] + row["get_ops"]
+        failed, cancelled = row["failed_ops"], row["cancelled_ops"]
+        outcomes = {"done": max(0, ended - failed - cancelled), "failed": failed, "cancelled": cancelled}
+        for outcome, value in outcomes.items():
+            transfers.add_metric((transport, outcome), value)
+        for direction in ("put", "get", "served_put", "served_get"):
+            moved.add_metric((transport, direction), row[f"{direction}_bytes"])
+    yield transfers
+    yield moved
+    for name, text in ENGINE_COUNTERS.items():
+        family = CounterMetricFamily(f"kvxfer_{name}", text, labels=("transport",))
+        for transport, row in totals.items():
+            family.add_metric((transport,), row[name])
+        yield family
+
+
+ENGINE_COUNTERS: Mapping[str, str] = {
+    "copied_bytes": "Bytes that this node's CPUs copied; per delivered byte this is the number of copies.",
+    "mapped_bytes": "Bytes that were mapped instead of copied.",
+    "segments": "Segments after merging.",
+    "frames": "Data frames, or calls of a copy routine.",
+    "inline_ops": "Operations that ended inside their submission.",
+    "refused": "Accesses that the owner of the memory refused.",
+    "protocol_errors": "Data connections that were dropped for speaking nonsense.",
+    "notifies_sent": "Notifications sent on the data path.",
+    "notifies_received": "Notifications received on the data path.",
+    "peers_lost": "Data connections that were lost.",
+}
+
+
+def _families(samples: Iterator[Sample]) -> Iterator[Metric]:
+    families: dict[str, Metric] = {}
+    for sample in samples:
+        labels = sample.labels or {}
+        family = families.get(sample.name)
+        if family is None:
+            kind = CounterMetricFamily if sample.counter else GaugeMetricFamily
+            family = families[sample.name] = kind(sample.name, sample.help, labels=tuple(labels))
+        assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+        family.add_metric(tuple(labels.values()), sample.value)
+    yield from families.values()
+
+
+class Metrics:
+    """Everything under `/metrics`, in the text format of Prometheus."""
+
+    def __init__(self, engines: EngineCounters, samples: Samples) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector(engines, samples))
+
+    def render(self) -> bytes:
+        """One scrape."""
+        return generate_latest(self._registry)
+
+
+def known_code(code: str) -> str:
+    """An error code as a label: one of ours, or `other`."""
+    return code if code in BY_CODE else "other"
