@@ -1,16 +1,16 @@
-"""The data plane as asyncio sees it: routes to other engines, imported grants, and transfers over them.
+"""The data plane as asyncio sees it: transfers over one engine, each with exactly one outcome.
 
-A descriptor is resolved once: the transports are tried in the order of their rank, each with the owner's candidate
-endpoints, until one both connects and can import the grant; the reasons of those passed over are kept. From then on a
-transfer is one call into the engine. Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
+Once a descriptor is resolved (`reach.py`) a transfer is one call into the engine. What stands here is the order of
+things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over.
+Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,11 +23,7 @@ from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,
     ClosedError,
-    Field,
     KvxferError,
-    PeerError,
-    PeerUnreachable,
-    ProtocolError,
     Revoked,
     StaleDescriptor,
     TransferCancelled,
@@ -36,35 +32,12 @@ from kvxfer.errors import (
 )
 from kvxfer.native.engine import Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
 from kvxfer.native.status import error_for
+from kvxfer.reach import Choice, Import, Reach
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
-IMPORTS_IDLE_MAX = 4096
 Segments = npt.NDArray[np.uint64]
-ImportKey = tuple[str, int, int]
 WILDCARDS = ("0.0.0.0", "::")
-
-
-@dataclass(slots=True)
-class Route:
-    """A connection to one engine over one transport."""
-
-    engine_id: str
-    info: TransportInfo
-    endpoint: str
-    peer: int
-    imports: set[ImportKey] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Import:
-    """A remote grant that is ready for use."""
-
-    key: ImportKey
-    route: Route
-    handle: int
-    length: int
-    users: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,9 +62,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A part on its way into the engine: the import that it uses, and its place in the peer's window if it needs
-    one.
-    """
+    """A part on its way into the engine: the import that it uses, and its place in the peer's window (if any)."""
 
     transfer: Transfer
     part: Part
@@ -99,18 +70,8 @@ class Work:
     permit: Permit | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Why a transport was chosen for an engine, and why better ones were not."""
-
-    engine_id: str
-    transport: str
-    endpoint: str
-    passed_over: tuple[str, ...]
-
-
 class DataPlane:
-    """Owns the routes and imports of one engine. All methods belong to the loop's thread."""
+    """The transfers of one engine. All methods belong to the loop's thread."""
 
     def __init__(
         self,
@@ -127,14 +88,8 @@ class DataPlane:
         self.node_id = node_id
         self.incarnation = incarnation
         self._tasks = TaskOwner("data plane")
-        self._transports = sorted(engine.transports, key=lambda info: info.rank)
-        self._allowed = None if allowed is None else frozenset(allowed)
-        self._endpoints = _advertised(self._transports, advertise)
-        self._routes: dict[tuple[str, int, str], Route] = {}
-        self._routes_by_peer: dict[int, Route] = {}
-        self._connecting: dict[tuple[str, int, str], asyncio.Future[Route]] = {}
-        self._imports: OrderedDict[ImportKey, Import] = OrderedDict()
-        self._resolving: dict[ImportKey, asyncio.Future[Import]] = {}
+        self._reach = Reach(engine, self._tasks, allowed)
+        self._endpoints = _advertised(engine.transports, advertise)
         self._admission = Admission(config)
         self._small_bytes = config.inline_bytes_max
         self._window_bytes = min(config.window_bytes_max, config.inflight_bytes_max)
@@ -146,8 +101,12 @@ class DataPlane:
         self._next_op = 0
         self._closed = False
         self.unexpected_notifications = 0
-        self.choices: dict[str, Choice] = {}
         engine.attach(asyncio.get_running_loop(), self._on_event)
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """Per engine id: which transport was chosen, and why better ones were passed over."""
+        return self._reach.choices
 
     # -- our memory -----------------------------------------------------------------------------------
 
@@ -213,7 +172,7 @@ class DataPlane:
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
         for part in parts:
             descriptor = part.descriptor
-            ready = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+            ready = self._reach.ready(descriptor)
             if ready is not None:
                 self._admit(Work(transfer, part, ready))
             else:
@@ -225,13 +184,13 @@ class DataPlane:
 
     async def prepare(self, descriptor: RemoteDescriptor) -> TransportInfo:
         """Connect and import ahead of the first transfer; tells which transport will carry it."""
-        return (await self._resolve(descriptor)).route.info
+        return (await self._reach.resolve(descriptor)).route.info
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """Let go of an import that will not be used again."""
-        found = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+        found = self._reach.ready(descriptor)
         if found is not None and not found.users:
-            self._drop_import(found)
+            self._reach.drop(found)
 
     def cancel_token(self, token: int) -> None:
         """See `transfer.Canceller`."""
@@ -265,15 +224,15 @@ class DataPlane:
             tasks.discard(task)
             if not tasks:
                 del self._workers[transfer]
+        if task.cancelled():  # perhaps before its first step: nothing inside it could have noticed
+            closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
+            transfer.part_ended(None, 0, transfer.cancelling or closing)
 
     async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
         try:
-            ready = await self._resolve(part.descriptor)
+            ready = await self._reach.resolve(part.descriptor)
         except KvxferError as error:
             transfer.part_ended(None, 0, error)
-        except asyncio.CancelledError:
-            closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
-            transfer.part_ended(None, 0, transfer.cancelling or closing)
         else:
             self._admit(Work(transfer, part, ready))
 
@@ -381,8 +340,8 @@ class DataPlane:
             transport=ready.route.info.name,
             segment=event.segment if event.segment >= 0 else None,
         )
-        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._imports.get(ready.key) is ready:
-            self._drop_import(ready)
+        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
+            self._reach.drop(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
             error = transfer.cancelling
         self._end(work, token, event.bytes, error)
@@ -401,110 +360,11 @@ class DataPlane:
                 if not users:
                     del self._by_region[region]
 
-    # -- resolving descriptors ----------------------------------------------------------------------------
-
-    async def _resolve(self, descriptor: RemoteDescriptor) -> Import:
-        key = (descriptor.engine_id, descriptor.grant, descriptor.generation)
-        ready = self._imports.get(key)
-        if ready is not None:
-            self._imports.move_to_end(key)
-            return ready
-        pending = self._resolving.get(key)
-        if pending is None:
-            pending = asyncio.get_running_loop().create_future()
-            # Somebody may have stopped waiting by the time it fails.
-            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._resolving[key] = pending
-            self._tasks.spawn(self._resolve_once(key, descriptor, pending), f"import grant {descriptor.grant}")
-        return await asyncio.shield(pending)
-
-    async def _resolve_once(self, key: ImportKey, descriptor: RemoteDescriptor, done: asyncio.Future[Import]) -> None:
-        try:
-            found = await self._try_transports(key, descriptor)
-        except KvxferError as error:
-            done.set_exception(error)
-        except asyncio.CancelledError:
-            done.set_exception(ClosedError("the data plane was closed"))
-        else:
-            self._imports[key] = found
-            self._evict_idle()
-            done.set_result(found)
-        finally:
-            del self._resolving[key]
-
-    async def _try_transports(self, key: ImportKey, descriptor: RemoteDescriptor) -> Import:
-        reasons: list[str] = []
-        for info in self._transports:
-            candidates = descriptor.endpoints.get(info.name, ())
-            if self._allowed is not None and info.name not in self._allowed:
-                candidates = ()
-            for endpoint in candidates:
-                try:
-                    route = await self._route(descriptor.engine_id, info, endpoint)
-                    found = await self._import(key, route, descriptor)
-                except (PeerError, ProtocolError, TransportError) as error:
-                    reasons.append(f"{info.name} {endpoint}: {error.message}")
-                    continue
-                self.choices[descriptor.engine_id] = Choice(descriptor.engine_id, info.name, endpoint, tuple(reasons))
-                return found
-        offered = ", ".join(descriptor.endpoints)
-        raise PeerUnreachable(
-            "no transport reaches the owner of this descriptor: " + ("; ".join(reasons) or f"it offers only {offered}"),
-            peer=descriptor.node_id,
-            tried=len(reasons),
-        )
-
-    async def _route(self, engine_id: str, info: TransportInfo, endpoint: str) -> Route:
-        key = (engine_id, info.index, endpoint)
-        route = self._routes.get(key)
-        if route is not None:
-            return route
-        pending = self._connecting.get(key)
-        if pending is None:
-            pending = asyncio.get_running_loop().create_future()
-            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._connecting[key] = pending
-            self._tasks.spawn(self._connect_once(key, info, pending), f"connect {info.name} {endpoint}")
-        return await asyncio.shield(pending)
-
-    async def _connect_once(self, key: tuple[str, int, str], info: TransportInfo, done: asyncio.Future[Route]) -> None:
-        engine_id, _, endpoint = key
-        try:
-            peer, completion = self.engine.connect(info.index, endpoint)
-            event = await asyncio.shield(completion)
-            if event.status != 0:
-                self.engine.close_peer(peer)
-                raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
-            route = Route(engine_id, info, endpoint, peer)
-            self._routes[key] = route
-            self._routes_by_peer[peer] = route
-            done.set_result(route)
-        except KvxferError as error:
-            done.set_exception(error)
-        except asyncio.CancelledError:
-            done.set_exception(ClosedError("the data plane was closed"))
-        finally:
-            del self._connecting[key]
-
-    async def _import(self, key: ImportKey, route: Route, descriptor: RemoteDescriptor) -> Import:
-        handle, completion = self.engine.import_(
-            route.peer,
-            grant=descriptor.grant,
-            generation=descriptor.generation,
-            length=descriptor.length,
-            access=descriptor.access,
-            key=descriptor.key,
-        )
-        event = await asyncio.shield(completion)
-        if event.status != 0:
-            self.engine.release_import(handle)
-            raise error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
-        route.imports.add(key)
-        return Import(key, route, handle, descriptor.length)
+    # -- looking at a peer's memory in place ------------------------------------------------------------------
 
     async def map(self, descriptor: RemoteDescriptor) -> memoryview:
         """The remote memory itself, mapped (no copy); needs a transport of this host that can map."""
-        found = await self._resolve(descriptor)
+        found = await self._reach.resolve(descriptor)
         view = self.engine.mapping(found.handle)
         if view is None:
             raise TransportError(
@@ -515,45 +375,22 @@ class DataPlane:
 
     def unmap(self, descriptor: RemoteDescriptor) -> None:
         """End of a `map`: nobody may look at the view any more."""
-        found = self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+        found = self._reach.ready(descriptor)
         if found is not None:
             found.users -= 1
-            self._drop_import(found)
-
-    def _drop_import(self, found: Import) -> None:
-        self._imports.pop(found.key, None)
-        found.route.imports.discard(found.key)
-        self.engine.release_import(found.handle)
-
-    def _evict_idle(self) -> None:
-        while len(self._imports) > IMPORTS_IDLE_MAX:
-            idle = next((item for item in self._imports.values() if not item.users), None)
-            if idle is None:
-                return
-            self._drop_import(idle)
+            self._reach.drop(found)
 
     # -- events -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         if event.kind == EventKind.PEER_DOWN:
-            self._peer_down(event.id)
+            self._reach.peer_down(event.id)
             return
         watcher = self._grant_watchers.get(event.id)
         if watcher is None:
             self.unexpected_notifications += 1
         else:
             watcher(event)
-
-    def _peer_down(self, peer: int) -> None:
-        route = self._routes_by_peer.pop(peer, None)
-        if route is None:
-            return
-        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
-        for key in tuple(route.imports):
-            found = self._imports.get(key)
-            if found is not None:
-                self._drop_import(found)
-        self.engine.close_peer(peer)
 
     async def aclose(self) -> None:
         """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
@@ -584,8 +421,3 @@ def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -
         if candidates:
             endpoints[info.name] = candidates
     return endpoints
-
-
-def failure_fields(error: KvxferError) -> dict[str, Field]:
-    """The named fields of an error, for messages to the other side."""
-    return {"peer": error.peer, "transport": error.transport, **error.fields}
