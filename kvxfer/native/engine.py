@@ -139,9 +139,9 @@ class Engine:
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and self._fork == _forks:
-            warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
             lib.kvx_engine_close(self._engine)
             self._engine = None
+            warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
 
     def _mine(self) -> Any:
         if self._engine is None:
