@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
+# Before anything loads numpy: several BLAS threads wait for each other in busy loops on a machine with few cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 MODES = ("asyncio", "debug", "uvloop")
 
 
