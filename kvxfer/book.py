@@ -428,6 +428,8 @@ class Book:
         assert all(claim.party is None for claim in orphans)
         assert all(claim.party is party for party in linked for claim in party.claims.values())
         assert sum(len(party.waiters) for party in linked) == len(self._waiting)
+        timed = sum(posting.deadline is not None for posting in postings) + len(self._waiting)
+        assert timed <= len(self._timeline) <= timed + len(orphans), "a deadline without anything that ends, or missing"
         self._waiting.check()
         self._ended.check()
 

@@ -19,7 +19,7 @@ from kvxfer.config import Config
 from kvxfer.registry import Registry
 
 HERE, THERE = "a" * 32, "c" * 32
-WORKERS = ("w0", "w1", "w2")
+WORKERS = ("w0", "w1")
 PEERS = ("p0", "p1")
 LINKS = st.sampled_from([*WORKERS, *PEERS])
 KEYS = st.sampled_from(["k0", "k1"])
@@ -58,6 +58,15 @@ class RegistryMachine(RuleBasedStateMachine):
         self.live: dict[tuple[str, int], Link] = {}
         self.granted: dict[tuple[str, int], Link] = {}
         self.done: dict[str, int] = {}
+        for link in (*WORKERS, *PEERS):
+            self.add(link)
+
+    def add(self, link: str) -> None:
+        if link in WORKERS:
+            self.registry.add_worker(link)
+        else:
+            self.registry.add_peer(link, THERE, "d" * 32)
+        self.linked.add(link)
 
     # -- what the parties see ----------------------------------------------------------------------------
 
@@ -101,13 +110,8 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(link=LINKS)
     def join(self, link: str) -> None:
-        if link in self.linked:
-            return
-        if link in WORKERS:
-            self.registry.add_worker(link)
-        else:
-            self.registry.add_peer(link, THERE, "d" * 32)
-        self.linked.add(link)
+        if link not in self.linked:
+            self.add(link)
 
     @precondition(lambda self: self.linked)
     @rule(data=st.data())

@@ -131,6 +131,22 @@ def test_an_early_claim_waits_and_is_served_first() -> None:
     assert second.link == "peer"
 
 
+def test_who_waits_longest_is_first_however_it_asked() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="region", claims_max=1)
+    by_id: dict[str, Any] = {"posting": posted.posting, "secret": posted.secret}
+    first = bench.claimed(kind="region")
+    bench.claim("other", kind="region", wait_s=9, **by_id)
+    bench.claim("own", kind="region", wait_s=9)
+    order = []
+    for _ in range(2):
+        _, _, served, _ = bench.settle(first)
+        assert isinstance(served, Claimed)
+        order.append(served.link)
+        first = served
+    assert order == ["other", "own"]
+
+
 def test_a_region_serves_all_who_wait() -> None:
     bench = Bench()
     for _ in range(3):
