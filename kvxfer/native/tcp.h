@@ -40,6 +40,18 @@ typedef struct tcp_peer tcp_peer;
 typedef struct tcp_xfer tcp_xfer;
 typedef struct tcp_transport tcp_transport;
 
+/* What one thread of an owner does to memory is ordered with what another does by the frames between them: data was read before
+ * its frame left, the next request came after. That order runs through the kernel and another process, where the thread sanitizer cannot
+ * see it, so in its builds every frame that leaves also releases, and every request acquires, one atomic. It also takes note
+ * of what sendmsg reads only after the call, when the answer may have come already: there the reads are told before. */
+#if defined(__SANITIZE_THREAD__)
+extern _Atomic uint64_t kvx_tcp_order;
+void __tsan_read_range(void *address, long length);
+#define TCP_ORDER_ACQUIRE() (void)atomic_load_explicit(&kvx_tcp_order, memory_order_acquire)
+#else
+#define TCP_ORDER_ACQUIRE() (void)0
+#endif
+
 /* A grant that is being taken back: every thread ends its accesses, the last one reports. */
 typedef struct tcp_revoke {
     kvx_grant *grant;
@@ -129,7 +141,8 @@ typedef struct tcp_control {
     struct tcp_control *next;
     uint8_t type;
     kvx_import *import; /* of an ATTACH */
-    uint64_t grant, generation;
+    uint64_t grant, generation, length;
+    uint32_t access;
     uint8_t key[KVX_KEY_BYTES];
 } tcp_control;
 

@@ -190,6 +190,8 @@ static tcp_control *control_new(uint8_t type, kvx_import *import) {
     control->import = type == KVX_FRAME_ATTACH ? import : NULL;
     control->grant = import->remote.grant;
     control->generation = import->remote.generation;
+    control->length = import->remote.length;
+    control->access = import->remote.access;
     memcpy(control->key, import->remote.key, KVX_KEY_BYTES);
     return control;
 }

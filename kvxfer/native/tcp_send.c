@@ -11,6 +11,25 @@
 
 static const uint8_t zeros[64 * 1024];
 
+#if defined(__SANITIZE_THREAD__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+_Atomic uint64_t kvx_tcp_order;
+
+static ssize_t send_message(int fd, const struct msghdr *message) {
+    for (size_t i = 0; i < message->msg_iovlen; i++) {
+        __tsan_read_range(message->msg_iov[i].iov_base, (long)message->msg_iov[i].iov_len);
+    }
+    atomic_fetch_add_explicit(&kvx_tcp_order, 1, memory_order_acq_rel);
+    return syscall(SYS_sendmsg, fd, message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+#else
+static ssize_t send_message(int fd, const struct msghdr *message) {
+    return sendmsg(fd, message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+#endif
+
 void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, const kvx_spans *payload) {
     tcp_tx *tx = &conn->tx;
     tx->active = true;
@@ -121,7 +140,7 @@ static ssize_t send_some(tcp_conn *conn) {
         }
     }
     struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};
-    ssize_t result = sendmsg(conn->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t result = send_message(conn->fd, &message);
     if (result <= 0) {
         return result;
     }

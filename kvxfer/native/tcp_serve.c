@@ -182,6 +182,7 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
     const kvx_stream_rx *rx = &conn->rx;
     *key_p = NULL;
     *segment_p = UINT32_MAX;
+    TCP_ORDER_ACQUIRE();
     int status = kvx_access_begin(core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
     if (status != KVX_OK) {
         return status;
@@ -200,6 +201,11 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
         kvx_rx_segment(rx, i, &offset, &length);
         status = kvx_access_range(access_p, offset, length);
         *segment_p = status == KVX_OK ? UINT32_MAX : i;
+    }
+    if (status == KVX_OK && rx->frame.type == KVX_FRAME_ATTACH) {
+        /* an import also says what its descriptor claims: a claim too large fails here, not in the middle of an op */
+        status = kvx_access_range(access_p, 0, rx->frame.value);
+        status = status == KVX_OK ? kvx_access_allow(access_p, (uint32_t)rx->frame.tag) : status;
     }
     if (status == KVX_OK && rx->frame.type != KVX_FRAME_DETACH) {
         status = attach(conn, rx->frame.grant, rx->frame.type == KVX_FRAME_ATTACH);

@@ -189,7 +189,9 @@ static void start_control(tcp_conn *conn, tcp_control *control) {
     kvx_frame frame = {.type = control->type,
                        .op = request ? request->op : 0,
                        .grant = control->grant,
-                       .generation = control->generation};
+                       .generation = control->generation,
+                       .tag = control->access,
+                       .value = control->length};
     kvx_frame_encode(&frame, conn->tx.head);
     kvx_tcp_tx_start(conn, control->key, KVX_STREAM_HEADER_BYTES, NULL);
     conn->sending = request;
