@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 import yaml
 
 from kvxfer import errors
+from kvxfer.addresses import parse_address
 from kvxfer.config import CONFIG_OPTIONS, Config, load
 from kvxfer.paths import SOCKET_NAME
+from kvxfer.server import Server
 from tools import example_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,6 +275,40 @@ def test_prometheus_scrapes_the_default_address() -> None:
     assert jobs["kvxfer"]["metrics_path"] in ENDPOINTS
     for name in settings["rule_files"]:
         assert (DEPLOY / "prometheus" / name).is_file()
+
+
+async def scraped_names(tmp_path: Path) -> set[str]:
+    """Every metric that a daemon exports from its first moment on."""
+    config = Config.embedded(http="127.0.0.1:0", socket_dir=str(tmp_path / "run"), transports=("tcp",))
+    async with Server(config) as server:
+        address = parse_address(server.http_address)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            text = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+
+
+async def test_alerts_speak_of_metrics_that_exist(tmp_path: Path) -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "kvxfer.rules.yml").read_text(encoding="utf-8"))
+    exported = await scraped_names(tmp_path)
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len({alert["alert"] for alert in alerts}) == len(alerts)
+    for alert in alerts:
+        named = set(re.findall(r"\b(?:kvxfer_\w+|up)\b", alert["expr"]))
+        assert named, alert["alert"]
+        assert named - {"up"} <= exported, alert["alert"]
+        assert alert["annotations"]["summary"]
+        assert alert["labels"]["severity"] in ("warning", "critical")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_rules() -> None:
+    command = ["promtool", "check", "rules", str(DEPLOY / "prometheus" / "kvxfer.rules.yml")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_operations_page_names_errors_and_options_that_exist() -> None:
