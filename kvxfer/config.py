@@ -204,7 +204,7 @@ class Config:
     # -- times --
     lease_s: float = _seconds(60, 0.1, 86400, "Life of an offer or ticket that names none.")
     lease_s_max: float = _seconds(3600, 1, 604800, "Longest life of an offer or ticket.")
-    wait_s_max: float = _seconds(300, 0.1, 3600, "Longest time that a claim may wait for its posting.")
+    wait_s_max: float = _seconds(3600, 0.1, 86400, "Longest time that a claim may wait for its posting.")
     timeout_s: float = _seconds(30, 0.01, 86400, "Deadline of a call that names none.")
     connect_s: float = _seconds(5, 0.05, 300, "Deadline of a connection attempt.")
     handshake_s: float = _seconds(5, 0.05, 60, "Deadline of the handshake on a new connection.")
