@@ -83,9 +83,20 @@ static void nt_blocks_ldnp(uint8_t *to, const uint8_t *from, uint64_t bytes) {
 
 static void (*nt_blocks)(uint8_t *, const uint8_t *, uint64_t) = nt_blocks_ldnp;
 
-#define CRC_TARGET          __attribute__((target("+crc")))
-#define CRC_WORD(crc, word) __builtin_aarch64_crc32cx(crc, word)
-#define CRC_BYTE(crc, byte) __builtin_aarch64_crc32cb(crc, byte)
+/* By hand, since compilers disagree on the names of these builtins. */
+static inline uint32_t crc_word(uint32_t crc, uint64_t word) {
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+    return crc;
+}
+
+static inline uint32_t crc_byte(uint32_t crc, uint8_t byte) {
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"((uint32_t)byte));
+    return crc;
+}
+
+#define CRC_TARGET
+#define CRC_WORD(crc, word) crc_word(crc, word)
+#define CRC_BYTE(crc, byte) crc_byte(crc, byte)
 
 #else
 static void nt_blocks_plain(uint8_t *to, const uint8_t *from, uint64_t length) {
