@@ -1,53 +1,53 @@
 /* api.cdef.h: everything that Python can see of the native engine. cffi reads this file as it is
  * (no preprocessor), C includes it through api.h. All lengths and offsets are bytes in 64 bits. */
 
-#define KVX_ABI_VERSION 1
-#define KVX_KEY_BYTES 16
-#define KVX_ID_BYTES 16
-#define KVX_NAME_MAX 32
-#define KVX_ENDPOINT_MAX 256
+#define KVX_ABI_VERSION    1
+#define KVX_KEY_BYTES      16
+#define KVX_ID_BYTES       16
+#define KVX_NAME_MAX       32
+#define KVX_ENDPOINT_MAX   256
 #define KVX_TRANSPORTS_MAX 8
 
 /* access rights of a grant */
-#define KVX_READ 1
+#define KVX_READ  1
 #define KVX_WRITE 2
 
 /* kvx_engine_config.flags */
-#define KVX_ENGINE_MANUAL 1   /* no thread drives `loop`: tests step it with kvx_engine_step */
-#define KVX_ENGINE_NO_CMA 2   /* never use cross-memory attach */
-#define KVX_ENGINE_NO_HUGE 4  /* never try hugepages */
+#define KVX_ENGINE_MANUAL  1 /* no thread drives `loop`: tests step it with kvx_engine_step */
+#define KVX_ENGINE_NO_CMA  2 /* never use cross-memory attach */
+#define KVX_ENGINE_NO_HUGE 4 /* never try hugepages */
 
 /* kvx_region_info.flags */
-#define KVX_REGION_SHARED 1   /* backed by a memfd: peers on this host can map it */
-#define KVX_REGION_HUGE 2     /* hugepages are in use */
+#define KVX_REGION_SHARED    1 /* backed by a memfd: peers on this host can map it */
+#define KVX_REGION_HUGE      2 /* hugepages are in use */
 #define KVX_REGION_READ_ONLY 4
 
 /* kvx_transport_info.caps */
-#define KVX_CAP_PUT 1
-#define KVX_CAP_GET 2
-#define KVX_CAP_NOTIFY 4
-#define KVX_CAP_INLINE 8      /* small operations complete inside kvx_submit */
-#define KVX_CAP_MAP 16        /* an import can be mapped: adopt without a copy */
-#define KVX_CAP_SAME_HOST 32  /* reaches this host only */
-#define KVX_CAP_CHECK 64      /* KVX_OP_CHECK works */
+#define KVX_CAP_PUT       1
+#define KVX_CAP_GET       2
+#define KVX_CAP_NOTIFY    4
+#define KVX_CAP_INLINE    8  /* small operations complete inside kvx_submit */
+#define KVX_CAP_MAP       16 /* an import can be mapped: adopt without a copy */
+#define KVX_CAP_SAME_HOST 32 /* reaches this host only */
+#define KVX_CAP_CHECK     64 /* KVX_OP_CHECK works */
 
 /* operations */
 #define KVX_OP_PUT 1
 #define KVX_OP_GET 2
 /* kvx_submit_args.flags */
-#define KVX_OP_NOTIFY 1       /* tell the owner (tag, value) once every byte is visible to it */
-#define KVX_OP_CHECK 2        /* checksum end to end; a mismatch is KVX_E_INTEGRITY */
+#define KVX_OP_NOTIFY 1 /* tell the owner (tag, value) once every byte is visible to it */
+#define KVX_OP_CHECK  2 /* checksum end to end; a mismatch is KVX_E_INTEGRITY */
 
 /* kvx_event.kind */
-#define KVX_EV_TRANSFER 1     /* token of kvx_submit */
-#define KVX_EV_CONNECT 2      /* token of kvx_peer_connect; id = peer */
-#define KVX_EV_PEER_DOWN 3    /* no token; id = peer. Comes once, after the peer's tokens completed */
-#define KVX_EV_IMPORT 4       /* token of kvx_mem_import; id = import */
-#define KVX_EV_REVOKE 5       /* token of kvx_grant_revoke; id = grant: no peer moves a byte through it any more */
-#define KVX_EV_RELEASE 6      /* token of kvx_mem_release; id = region: the engine forgot the memory */
-#define KVX_EV_NOTIFY 7       /* no token; id = grant, tag, value */
-#define KVX_EV_GRANT_LOST 8   /* no token; id = grant: the last peer that was attached to it vanished */
-#define KVX_EV_PEER_CLOSED 9  /* token of kvx_peer_close; id = peer */
+#define KVX_EV_TRANSFER    1 /* token of kvx_submit */
+#define KVX_EV_CONNECT     2 /* token of kvx_peer_connect; id = peer */
+#define KVX_EV_PEER_DOWN   3 /* no token; id = peer. Comes once, after the peer's tokens completed */
+#define KVX_EV_IMPORT      4 /* token of kvx_mem_import; id = import */
+#define KVX_EV_REVOKE      5 /* token of kvx_grant_revoke; id = grant: no peer moves a byte through it any more */
+#define KVX_EV_RELEASE     6 /* token of kvx_mem_release; id = region: the engine forgot the memory */
+#define KVX_EV_NOTIFY      7 /* no token; id = grant, tag, value */
+#define KVX_EV_GRANT_LOST  8 /* no token; id = grant: the last peer that was attached to it vanished */
+#define KVX_EV_PEER_CLOSED 9 /* token of kvx_peer_close; id = peer */
 
 typedef struct kvx_engine kvx_engine;
 
@@ -68,42 +68,42 @@ typedef struct kvx_engine_config {
     uint32_t notify_max;        /* notifications not yet drained */
     uint32_t regions_max;
     uint32_t grants_max;
-    uint32_t peers_max;         /* outgoing peers */
-    uint32_t accepted_max;      /* incoming connections */
-    uint32_t segments_max;      /* segments in one submit */
-    uint64_t inline_bytes_max;  /* at most this much is copied inside kvx_submit */
-    uint64_t nt_bytes_min;      /* copies from this size on use non-temporal stores */
-    uint64_t chunk_bytes;       /* cancellation is looked at this often */
-    uint64_t frame_bytes;       /* largest payload of one tcp frame */
-    uint32_t connect_ms;        /* a connect that takes longer fails */
-    uint32_t handshake_ms;      /* an accepted connection must have proved itself by then */
-    uint32_t cancel_ms;         /* a cancelled put that the peer does not settle resets the connection */
-    uint8_t engine_id[16];      /* random, names this engine to its peers */
+    uint32_t peers_max;        /* outgoing peers */
+    uint32_t accepted_max;     /* incoming connections */
+    uint32_t segments_max;     /* segments in one submit */
+    uint64_t inline_bytes_max; /* at most this much is copied inside kvx_submit */
+    uint64_t nt_bytes_min;     /* copies from this size on use non-temporal stores */
+    uint64_t chunk_bytes;      /* cancellation is looked at this often */
+    uint64_t frame_bytes;      /* largest payload of one tcp frame */
+    uint32_t connect_ms;       /* a connect that takes longer fails */
+    uint32_t handshake_ms;     /* an accepted connection must have proved itself by then */
+    uint32_t cancel_ms;        /* a cancelled put that the peer does not settle resets the connection */
+    uint8_t engine_id[16];     /* random, names this engine to its peers */
 } kvx_engine_config;
 
 typedef struct kvx_transport_info {
     char name[32];
-    char endpoint[256];         /* what a peer needs to connect, "" when not listening */
+    char endpoint[256]; /* what a peer needs to connect, "" when not listening */
     uint32_t caps;
-    uint32_t rank;              /* lower is better */
-    uint64_t alignment;         /* of addresses that it can register, 1 = any */
+    uint32_t rank;      /* lower is better */
+    uint64_t alignment; /* of addresses that it can register, 1 = any */
     uint64_t region_bytes_max;
-    uint32_t copies_x100;       /* CPU copies per delivered byte, both sides together, x100 */
+    uint32_t copies_x100; /* CPU copies per delivered byte, both sides together, x100 */
 } kvx_transport_info;
 
 typedef struct kvx_region_info {
-    uint64_t id;                /* never used again within an engine */
-    uint64_t generation;        /* differs between registrations and between engine starts */
+    uint64_t id;         /* never used again within an engine */
+    uint64_t generation; /* differs between registrations and between engine starts */
     uint64_t address;
     uint64_t length;
     uint32_t flags;
-    uint32_t references;        /* identical registrations share one region */
-    int32_t numa_node;          /* -1 = not bound */
+    uint32_t references; /* identical registrations share one region */
+    int32_t numa_node;   /* -1 = not bound */
 } kvx_region_info;
 
 typedef struct kvx_grant_info {
     uint64_t id;
-    uint64_t generation;        /* of its region */
+    uint64_t generation; /* of its region */
     uint64_t length;
     uint32_t access;
     uint8_t key[16];
@@ -120,7 +120,7 @@ typedef struct kvx_remote {
 
 typedef struct kvx_import_info {
     uint64_t id;
-    uint64_t address;           /* of the mapping, 0 when the transport does not map */
+    uint64_t address; /* of the mapping, 0 when the transport does not map */
     uint64_t length;
     uint32_t access;
 } kvx_import_info;
@@ -132,13 +132,13 @@ typedef struct kvx_segment {
 } kvx_segment;
 
 typedef struct kvx_submit_args {
-    uint32_t kind;              /* KVX_OP_PUT or KVX_OP_GET */
+    uint32_t kind; /* KVX_OP_PUT or KVX_OP_GET */
     uint32_t flags;
-    uint64_t region;            /* local region */
-    uint64_t import;            /* remote side */
-    uint64_t tag;               /* for KVX_OP_NOTIFY */
+    uint64_t region; /* local region */
+    uint64_t import; /* remote side */
+    uint64_t tag;    /* for KVX_OP_NOTIFY */
     uint64_t value;
-    uint32_t count;             /* segments; 0 only with KVX_OP_NOTIFY, then region may be 0 */
+    uint32_t count; /* segments; 0 only with KVX_OP_NOTIFY, then region may be 0 */
 } kvx_submit_args;
 
 typedef struct kvx_event {
@@ -148,41 +148,41 @@ typedef struct kvx_event {
     uint64_t id;
     uint64_t tag;
     uint64_t value;
-    uint64_t bytes;             /* moved and confirmed */
+    uint64_t bytes; /* moved and confirmed */
     int32_t sys_errno;
-    int32_t segment;            /* first segment that failed, -1 = not known */
+    int32_t segment; /* first segment that failed, -1 = not known */
 } kvx_event;
 
 /* One row per transport, in shared memory when counters_path is set; written with relaxed atomics. */
 typedef struct kvx_transport_counters {
     uint64_t put_ops;
     uint64_t get_ops;
-    uint64_t put_bytes;         /* confirmed bytes of our puts */
-    uint64_t get_bytes;         /* confirmed bytes of our gets */
-    uint64_t served_put_bytes;  /* written into our memory by peers, where we can see it */
-    uint64_t served_get_bytes;  /* read from our memory by peers, where we can see it */
-    uint64_t copied_bytes;      /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
-    uint64_t mapped_bytes;      /* mapped instead of copied (adopt) */
-    uint64_t segments;          /* after merging */
-    uint64_t frames;            /* data frames or copy calls */
+    uint64_t put_bytes;        /* confirmed bytes of our puts */
+    uint64_t get_bytes;        /* confirmed bytes of our gets */
+    uint64_t served_put_bytes; /* written into our memory by peers, where we can see it */
+    uint64_t served_get_bytes; /* read from our memory by peers, where we can see it */
+    uint64_t copied_bytes;     /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
+    uint64_t mapped_bytes;     /* mapped instead of copied (adopt) */
+    uint64_t segments;         /* after merging */
+    uint64_t frames;           /* data frames or copy calls */
     uint64_t inline_ops;
     uint64_t failed_ops;
     uint64_t cancelled_ops;
-    uint64_t refused;           /* owner-side refusals: key, range, access, stale, unknown */
-    uint64_t protocol_errors;   /* connections dropped for speaking nonsense */
+    uint64_t refused;         /* owner-side refusals: key, range, access, stale, unknown */
+    uint64_t protocol_errors; /* connections dropped for speaking nonsense */
     uint64_t notifies_sent;
     uint64_t notifies_received;
-    uint64_t peers_connected;   /* gauge */
-    uint64_t peers_accepted;    /* gauge */
+    uint64_t peers_connected; /* gauge */
+    uint64_t peers_accepted;  /* gauge */
     uint64_t peers_lost;
 } kvx_transport_counters;
 
 typedef struct kvx_counters {
-    uint64_t magic;             /* 0x4b565843544e5231 */
+    uint64_t magic; /* 0x4b565843544e5231 */
     uint32_t version;
     uint32_t transports;
     uint64_t pid;
-    uint64_t inflight;          /* gauges of the core */
+    uint64_t inflight; /* gauges of the core */
     uint64_t regions;
     uint64_t grants;
     uint64_t imports;

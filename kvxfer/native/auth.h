@@ -2,7 +2,8 @@
  *
  * SipHash-2-4 with 128-bit output (Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012) over
  * (both sides' nonces, message counter, direction, message), keyed with the grant's 128-bit key. A key never crosses
- * a data connection; a recorded message cannot be replayed, since nonces are drawn anew per connection and the counter grows. */
+ * a data connection; a recorded message cannot be replayed, since nonces are drawn anew per connection and the counter
+ * grows. */
 #ifndef KVX_AUTH_H
 #define KVX_AUTH_H
 
@@ -10,7 +11,7 @@
 
 #include "api.h"
 
-#define KVX_MAC_BYTES 16
+#define KVX_MAC_BYTES   16
 #define KVX_NONCE_BYTES 16
 
 typedef struct kvx_mac_state {

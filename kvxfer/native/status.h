@@ -14,22 +14,22 @@
 enum kvx_status {
     KVX_OK = 0,
 
-    KVX_AGAIN = 1,         /* full: nothing was taken, try again after a completion */
-    KVX_E_INVALID = 2,     /* an argument makes no sense */
-    KVX_E_LENGTH = 3,      /* zero, overflowing or too large a length */
-    KVX_E_OVERLAP = 4,     /* registration overlaps another region in part */
-    KVX_E_ALIGN = 5,       /* address or length not aligned as the transport needs */
-    KVX_E_BUSY = 6,        /* the region has live tokens */
-    KVX_E_NO_REGION = 7,   /* no such local region */
-    KVX_E_NO_PEER = 8,     /* no such peer handle */
-    KVX_E_NO_IMPORT = 9,   /* no such import handle */
-    KVX_E_NO_GRANT = 10,   /* no such local grant */
+    KVX_AGAIN = 1,           /* full: nothing was taken, try again after a completion */
+    KVX_E_INVALID = 2,       /* an argument makes no sense */
+    KVX_E_LENGTH = 3,        /* zero, overflowing or too large a length */
+    KVX_E_OVERLAP = 4,       /* registration overlaps another region in part */
+    KVX_E_ALIGN = 5,         /* address or length not aligned as the transport needs */
+    KVX_E_BUSY = 6,          /* the region has live tokens */
+    KVX_E_NO_REGION = 7,     /* no such local region */
+    KVX_E_NO_PEER = 8,       /* no such peer handle */
+    KVX_E_NO_IMPORT = 9,     /* no such import handle */
+    KVX_E_NO_GRANT = 10,     /* no such local grant */
     KVX_E_NO_TRANSPORT = 11, /* no such transport, or it is not open */
-    KVX_E_LIMIT = 12,      /* a named maximum of the configuration is reached */
-    KVX_E_CLOSED = 13,     /* the engine is closing */
-    KVX_E_LOCAL_RANGE = 14, /* a segment leaves the local region */
-    KVX_E_READ_ONLY = 15,  /* a get into local memory that was registered read-only */
-    KVX_PENDING = 16,      /* internal to transports: accepted, the completion follows */
+    KVX_E_LIMIT = 12,        /* a named maximum of the configuration is reached */
+    KVX_E_CLOSED = 13,       /* the engine is closing */
+    KVX_E_LOCAL_RANGE = 14,  /* a segment leaves the local region */
+    KVX_E_READ_ONLY = 15,    /* a get into local memory that was registered read-only */
+    KVX_PENDING = 16,        /* internal to transports: accepted, the completion follows */
 
     KVX_E_CANCELLED = 100, /* cancelled by kvx_cancel */
     KVX_E_RANGE = 101,     /* a segment leaves the remote grant (owner's check or ours) */

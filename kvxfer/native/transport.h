@@ -1,21 +1,21 @@
 /* transport.h: the contract between the core and a transport.
  *
  * A transport is one table of ten functions, one file, one global symbol (`kvx_transport_<name>`). It moves bytes and
- * nothing else: the core owns ids, tables, pins, keys, threads and the completion ring; a transport queues and finishes.
- * All ten slots are required (kvx_core refuses a table with a hole or with another ABI number); what a transport cannot do
- * it says in `query`.
+ * nothing else: the core owns ids, tables, pins, keys, threads and the completion ring; a transport queues and
+ * finishes. All ten slots are required (kvx_core refuses a table with a hole or with another ABI number); what a
+ * transport cannot do it says in `query`.
  *
  * Threads. The core makes every thread. Each transport says in `open` how many progress threads it wants
- * (kvx_core_threads_set, default 1); the core loops each of them over `progress`. mem_import, peer_connect, peer_close, submit
- * and mem_release(grant) are called from the engine's owner thread (submit also by the fault transport, from a progress thread);
- * mem_register from any thread; mem_release(region, NULL) from the copy pool. None of them may block, sleep, or copy more
- * than config->inline_bytes_max. The core never holds its own lock while it calls a slot, so a slot may call any core function; core
- * functions never call a slot back, so a transport may hold its own locks while it calls them (lock order: transport,
- * then core).
+ * (kvx_core_threads_set, default 1); the core loops each of them over `progress`. mem_import, peer_connect, peer_close,
+ * submit and mem_release(grant) are called from the engine's owner thread (submit also by the fault transport, from a
+ * progress thread); mem_register from any thread; mem_release(region, NULL) from the copy pool. None of them may block,
+ * sleep, or copy more than config->inline_bytes_max. The core never holds its own lock while it calls a slot, so a slot
+ * may call any core function; core functions never call a slot back, so a transport may hold its own locks while it
+ * calls them (lock order: transport, then core).
  *
  * Objects (kvx_region, kvx_grant, kvx_import, kvx_peer, kvx_op) belong to the core. A transport may keep a pointer from
- * the slot that introduced it until the call that ends it (named beside each slot), and may use the `transport_data` field
- * of imports, peers and ops freely.
+ * the slot that introduced it until the call that ends it (named beside each slot), and may use the `transport_data`
+ * field of imports, peers and ops freely.
  */
 #ifndef KVX_TRANSPORT_H
 #define KVX_TRANSPORT_H
@@ -34,8 +34,8 @@ typedef struct kvx_region {
     uint64_t generation;
     uint8_t *base;
     uint64_t length;
-    int memfd;       /* -1: not shareable by fd */
-    uint32_t flags;  /* KVX_REGION_* */
+    int memfd;      /* -1: not shareable by fd */
+    uint32_t flags; /* KVX_REGION_* */
 } kvx_region;
 
 /* The right of peers to reach a part of a region. */
@@ -50,8 +50,8 @@ typedef struct kvx_grant {
 } kvx_grant;
 
 /* A connection that we opened to another engine. Lives until kvx_peer_closed: every peer that peer_connect took gets
- * exactly one peer_close(peer, NULL), also after connect_done with an error (then the core closes it by itself), also when lost
- * (then its owner does, later). Only the engine's close ends a peer without that. */
+ * exactly one peer_close(peer, NULL), also after connect_done with an error (then the core closes it by itself), also
+ * when lost (then its owner does, later). Only the engine's close ends a peer without that. */
 typedef struct kvx_peer {
     uint64_t id;
     uint64_t token; /* of the pending connect */
@@ -65,16 +65,16 @@ typedef struct kvx_import {
     uint64_t token; /* of the pending import */
     kvx_peer *peer;
     kvx_remote remote;
-    uint8_t *mapping;           /* set by a transport that maps, before kvx_import_done */
-    _Atomic bool revoked;       /* set by the transport when the owner takes it back */
+    uint8_t *mapping;     /* set by a transport that maps, before kvx_import_done */
+    _Atomic bool revoked; /* set by the transport when the owner takes it back */
     void *transport_data;
 } kvx_import;
 
 /* One accepted kvx_submit. The segments were checked against both the local region and import->remote.length. */
 struct kvx_op {
     uint64_t token;
-    uint32_t kind;  /* KVX_OP_PUT | KVX_OP_GET */
-    uint32_t flags; /* KVX_OP_NOTIFY | KVX_OP_CHECK */
+    uint32_t kind;      /* KVX_OP_PUT | KVX_OP_GET */
+    uint32_t flags;     /* KVX_OP_NOTIFY | KVX_OP_CHECK */
     kvx_region *region; /* pinned until kvx_op_complete; NULL when count == 0 */
     kvx_import *import;
     kvx_segment *segments; /* adjacent ones merged; owned by the core until kvx_op_complete */
@@ -103,8 +103,8 @@ typedef struct kvx_transport_ops {
     int (*open)(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
                 size_t why_size);
 
-    /* 2. Stop. All progress threads of this transport are gone by now. Completes every live op (KVX_E_CLOSED), then frees
-     *    everything. No core call after the return. */
+    /* 2. Stop. All progress threads of this transport are gone by now. Completes every live op (KVX_E_CLOSED), then
+     * frees everything. No core call after the return. */
     void (*close)(void *transport);
 
     /* 3. Describe: capabilities, limits, endpoint. Constant after open. */
@@ -115,23 +115,23 @@ typedef struct kvx_transport_ops {
 
     /* 5. Memory is taken back.
      *    grant != NULL: the grant is revoked (the flag is set, kvx_access_begin refuses it already). End every use of
-     *      it by peers. KVX_OK: no peer can move a byte through it any more. KVX_PENDING: kvx_grant_quiet follows, exactly
-     *      once, from any thread, as soon as that is true; never because time passed.
-     *    grant == NULL: every grant of `region` is quiet, forget the region. Returns KVX_OK. */
+     *      it by peers. KVX_OK: no peer can move a byte through it any more. KVX_PENDING: kvx_grant_quiet follows,
+     * exactly once, from any thread, as soon as that is true; never because time passed. grant == NULL: every grant of
+     * `region` is quiet, forget the region. Returns KVX_OK. */
     int (*mem_release)(void *transport, kvx_region *region, kvx_grant *grant);
 
-    /* 6. Make a remote grant usable; KVX_PENDING and then kvx_import_done exactly once (never called from within the slot).
-     *    An error means that nothing was taken. The import lives until peer_close(peer, import), which also follows
+    /* 6. Make a remote grant usable; KVX_PENDING and then kvx_import_done exactly once (never called from within the
+     * slot). An error means that nothing was taken. The import lives until peer_close(peer, import), which also follows
      *    import_done with an error, or until peer_close(peer, NULL) ends them all. */
     int (*mem_import)(void *transport, kvx_import *import);
 
-    /* 7. Connect to peer->endpoint. KVX_PENDING and then kvx_connect_done exactly once (within config->connect_ms, never from
-     *    within the slot), or an error and nothing was taken. */
+    /* 7. Connect to peer->endpoint. KVX_PENDING and then kvx_connect_done exactly once (within config->connect_ms,
+     * never from within the slot), or an error and nothing was taken. */
     int (*peer_connect)(void *transport, kvx_peer *peer);
 
     /* 8. Two uses.
-     *    import == NULL: close the peer: complete all its ops (KVX_E_PEER_LOST or as they ended), drop its imports, then
-     *      kvx_peer_closed exactly once. A pending connect or import of it that is not answered by then is answered by
+     *    import == NULL: close the peer: complete all its ops (KVX_E_PEER_LOST or as they ended), drop its imports,
+     * then kvx_peer_closed exactly once. A pending connect or import of it that is not answered by then is answered by
      *      the core (KVX_E_PEER_LOST). Also called for a peer that was lost; then kvx_peer_closed still follows.
      *    import != NULL: the core lets go of this import (no op of it is live): unmap, forget. Returns KVX_OK. */
     int (*peer_close)(void *transport, kvx_peer *peer, kvx_import *import);
@@ -143,7 +143,8 @@ typedef struct kvx_transport_ops {
     int (*submit)(void *transport, kvx_op *op);
 
     /* 10. Do what can be done; wait at most timeout_ms (-1 = until kvx_core_wake or work) in progress thread `thread`
-     *    (0-based). Returns how many steps it did. KVX_ENGINE_MANUAL calls it with timeout_ms = 0 from kvx_engine_step. */
+     *    (0-based). Returns how many steps it did. KVX_ENGINE_MANUAL calls it with timeout_ms = 0 from kvx_engine_step.
+     */
     int (*progress)(void *transport, uint32_t thread, int timeout_ms);
 } kvx_transport_ops;
 
@@ -167,11 +168,13 @@ typedef struct kvx_job {
 void kvx_core_job_post(kvx_core *core, kvx_job *job);
 
 /* Completions. Each is exactly once per object; a second call aborts the process (KVX_ASSERT). Do not touch an op after
- * kvx_op_complete or a peer (and its imports) after kvx_peer_closed: they are gone. `segment` is the index in op->segments, or -1. */
+ * kvx_op_complete or a peer (and its imports) after kvx_peer_closed: they are gone. `segment` is the index in
+ * op->segments, or -1. */
 void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment);
 void kvx_connect_done(kvx_peer *peer, int status, int sys_errno);
 void kvx_import_done(kvx_import *import, int status, int sys_errno);
-void kvx_peer_lost(kvx_peer *peer, int status); /* call after all its ops were completed; at most once, after connect_done(OK) */
+void kvx_peer_lost(kvx_peer *peer,
+                   int status); /* call after all its ops were completed; at most once, after connect_done(OK) */
 void kvx_peer_closed(kvx_peer *peer);
 void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant);
 
@@ -180,27 +183,30 @@ void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant);
  * kvx_access_allow after the key was verified, so that the error does not tell a stranger anything. */
 int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
 int kvx_access_allow(const kvx_access *access, uint32_t rights);
-int kvx_access_range(const kvx_access *access, uint64_t offset, uint64_t length); /* overflow-safe; KVX_OK or KVX_E_RANGE */
+int kvx_access_range(const kvx_access *access, uint64_t offset,
+                     uint64_t length); /* overflow-safe; KVX_OK or KVX_E_RANGE */
 void kvx_access_end(kvx_core *core, kvx_access *access);
 
 /* Owner side: a notification for Python. KVX_AGAIN: the queue is full; do not read further from that peer, and try
  * again after the next kvx_core_wake (the core wakes every thread when there is room again). */
 int kvx_notify_post(kvx_core *core, uint32_t slot, uint64_t grant, uint64_t tag, uint64_t value);
 
-/* Owner side: an incoming connection used / stopped using a grant. `lost` = the connection ended without saying goodbye.
- * A connection attaches each grant once and detaches it when it ends. When the last attachment goes and any was lost, Python
- * gets KVX_EV_GRANT_LOST. Unknown ids are ignored. */
+/* Owner side: an incoming connection used / stopped using a grant. `lost` = the connection ended without saying
+ * goodbye. A connection attaches each grant once and detaches it when it ends. When the last attachment goes and any
+ * was lost, Python gets KVX_EV_GRANT_LOST. Unknown ids are ignored. */
 void kvx_grant_attach(kvx_core *core, uint64_t grant);
 void kvx_grant_detach(kvx_core *core, uint64_t grant, bool lost);
 
-/* Relaxed add to a row of counters. The core counts what it sees itself: put_ops get_ops put_bytes get_bytes segments inline_ops
- * failed_ops cancelled_ops notifies_sent notifies_received peers_connected peers_lost. All other fields are the transport's. */
+/* Relaxed add to a row of counters. The core counts what it sees itself: put_ops get_ops put_bytes get_bytes segments
+ * inline_ops failed_ops cancelled_ops notifies_sent notifies_received peers_connected peers_lost. All other fields are
+ * the transport's. */
 #define KVX_COUNT(row, field, n) __atomic_fetch_add(&(row)->field, (uint64_t)(n), __ATOMIC_RELAXED)
 
 /* Checked in every build: a broken promise about memory or tokens must not go on. */
-#define KVX_ASSERT(condition) \
-    do {                      \
-        if (!(condition)) kvx_panic(#condition, __FILE__, __LINE__); \
+#define KVX_ASSERT(condition)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition))                                                                                              \
+            kvx_panic(#condition, __FILE__, __LINE__);                                                                 \
     } while (0)
 _Noreturn void kvx_panic(const char *condition, const char *file, int line);
 
