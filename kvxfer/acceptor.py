@@ -53,7 +53,9 @@ class Acceptor:
         self._same_user = same_user
         self._random = random
         self._half_open: dict[Link, None] = {}  # in order of arrival
+        self._sockets: set[Link] = set()  # whatever still has one, those that are being closed too
         self._server: asyncio.Server | None = None
+        self._stopped = False
         self.links: set[Link] = set()
         self.handshakes = 0
         self.refused: dict[str, int] = {}
@@ -73,6 +75,7 @@ class Acceptor:
 
     def stop(self) -> None:
         """Accept nothing more; what is half open is dropped, what is open stays."""
+        self._stopped = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -82,10 +85,9 @@ class Acceptor:
     async def aclose(self, reason: str) -> None:
         """Stop, say goodbye to everybody, and wait until all connections are gone."""
         self.stop()
-        links = tuple(self.links)
-        for link in links:
+        for link in tuple(self.links):
             link.start_close(reason)
-        for link in links:
+        for link in tuple(self._sockets):
             await link.wait_closed()
 
     def _make(self) -> Link:
@@ -109,12 +111,17 @@ class Acceptor:
         )
 
     def _connected(self, link: Link) -> None:
+        self._sockets.add(link)
+        link.gone.add_done_callback(lambda _: self._sockets.discard(link))
+        if self._stopped:
+            link.abort("this daemon is shutting down")
+            return
         if self._same_user and link.uid not in (os.getuid(), 0):
             self._count("user")
             log.warning("refused a connection of user %s (pid %s)", link.uid, link.pid)
             link.abort("another user")
             return
-        if len(self.links) + len(self._half_open) >= self._links_max:
+        if len(self._sockets) > self._links_max:
             self._count("links_max")
             link.abort("too many connections")
             return

@@ -108,10 +108,9 @@ def unreachable(failures: Failures) -> KvxferError:
                 others = {other: why for other, why in reasons.items() if other != label}
                 failure.fields.update(others)
                 return failure
-    text = "; ".join(f"{label}: {why}" for label, why in reasons.items())
+    error: KvxferError = PeerUnreachable("no candidate address answers")
     if any(isinstance(failure, OSError) and failure.errno in OUT_OF_DESCRIPTORS for failure in failures.values()):
-        return ResourceExhausted(f"this process cannot open another connection: {text}", retryable=True)
-    error = PeerUnreachable(f"no candidate address answers: {text}")
+        error = ResourceExhausted("this process cannot open another connection", retryable=True)
     error.fields.update(reasons)
     return error
 
@@ -119,7 +118,7 @@ def unreachable(failures: Failures) -> KvxferError:
 def reason(failure: Exception) -> str:
     """Why one candidate failed, in a few words."""
     if isinstance(failure, KvxferError):
-        return str(failure)
+        return failure.message
     if isinstance(failure, TimeoutError):
         return str(failure) or "timed out"
     if isinstance(failure, OSError):

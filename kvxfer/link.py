@@ -76,7 +76,8 @@ class Link(asyncio.Protocol):
     """A control connection. Made by `dial`, `dial_unix` or an `Acceptor`; belongs to one event loop.
 
     ``peer`` is what the other side said about itself, set once ``ready`` is done; ``pid`` and ``uid`` are what the
-    kernel says about the other end of a Unix socket. ``closed`` resolves with the error that says why the link ended.
+    kernel says about the other end of a Unix socket. ``closed`` resolves with the error that says why the link ended,
+    ``gone`` when its socket is closed.
     ``on_message`` gets whatever is no reply, ``on_late`` the replies whose request had been given up.
     """
 
@@ -98,7 +99,7 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._requests = Requests(config.requests_max)
-        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
         self._on_ready = on_ready
         self.on_message = on_message
@@ -187,6 +188,7 @@ class Link(asyncio.Protocol):
             await asyncio.shield(self.ready)
         except BaseException:
             self.abort()
+            await asyncio.shield(self.gone)
             raise
         return self
 
@@ -252,7 +254,7 @@ class Link(asyncio.Protocol):
 
     async def wait_closed(self) -> KvxferError:
         """Wait until the connection is gone; returns the reason."""
-        await asyncio.shield(self._gone)
+        await asyncio.shield(self.gone)
         return self.closed.result()
 
     async def aclose(self, reason: str) -> None:
@@ -354,8 +356,8 @@ class Link(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._transport = None
-        if not self._gone.done():
-            self._gone.set_result(None)
+        if not self.gone.done():
+            self.gone.set_result(None)
 
     # -- what the session decides ----------------------------------------------------------------------------
 
