@@ -588,24 +588,24 @@ static void *_cffi_types[] = {
 /*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // kvx_engine *
-/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 131), // kvx_submit_args const *
-/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 130), // kvx_segment const *
+/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // kvx_engine *
+/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 141), // kvx_submit_args const *
+/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 140), // kvx_segment const *
 /*  7 */ _CFFI_OP(_CFFI_OP_POINTER, 25), // uint64_t *
 /*  8 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // int *
-/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 125), // kvx_event *
+/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 135), // kvx_event *
 /* 10 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
 /* 12 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 113), // char const *
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // char const *
 /* 15 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 16 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 18 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
 /* 19 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 21 */ _CFFI_OP(_CFFI_OP_POINTER, 135), // kvx_transport_info *
+/* 21 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_transport_info *
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 23 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t)
 /* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
@@ -615,115 +615,125 @@ static void *_cffi_types[] = {
 /* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 29 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 30 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 31 */ _CFFI_OP(_CFFI_OP_POINTER, 128), // kvx_region_info *
+/* 31 */ _CFFI_OP(_CFFI_OP_POINTER, 138), // kvx_region_info *
 /* 32 */ _CFFI_OP(_CFFI_OP_NOOP, 8),
 /* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 34 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_import_info *)
 /* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 36 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 37 */ _CFFI_OP(_CFFI_OP_POINTER, 127), // kvx_import_info *
+/* 37 */ _CFFI_OP(_CFFI_OP_POINTER, 137), // kvx_import_info *
 /* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 39 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
 /* 40 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 41 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 129), // kvx_remote const *
+/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // kvx_remote const *
 /* 43 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 44 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 45 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 46 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 46 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
 /* 47 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 48 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 52 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 49 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 50 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
+/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 52 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 54 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 55 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 56 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 57 */ _CFFI_OP(_CFFI_OP_POINTER, 126), // kvx_grant_info *
-/* 58 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 59 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
-/* 60 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 61 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // void *
-/* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 63 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 64 */ _CFFI_OP(_CFFI_OP_NOOP, 31),
-/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
-/* 68 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // kvx_engine const *
-/* 69 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 70 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 71 */ _CFFI_OP(_CFFI_OP_POINTER, 124), // kvx_engine_config const *
-/* 72 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
-/* 73 */ _CFFI_OP(_CFFI_OP_POINTER, 113), // char *
-/* 74 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
+/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 58 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 59 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 60 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 61 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 63 */ _CFFI_OP(_CFFI_OP_POINTER, 136), // kvx_grant_info *
+/* 64 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 65 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
+/* 66 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 67 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // void *
+/* 68 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 69 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 31),
+/* 71 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
+/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 73 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
+/* 74 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // kvx_engine const *
 /* 75 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 76 */ _CFFI_OP(_CFFI_OP_FUNCTION, 120), // int64_t()(kvx_engine *, uint64_t)
-/* 77 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 78 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 79 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 80 */ _CFFI_OP(_CFFI_OP_FUNCTION, 121), // kvx_counters const *()(kvx_engine const *)
-/* 81 */ _CFFI_OP(_CFFI_OP_NOOP, 68),
-/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 83 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 84 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 85 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 86 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 87 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 89 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 90 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 91 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 92 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 93 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 95 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // void const *
-/* 96 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 97 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 139), // void()(kvx_engine *)
-/* 99 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 100 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 101 */ _CFFI_OP(_CFFI_OP_FUNCTION, 139), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 102 */ _CFFI_OP(_CFFI_OP_POINTER, 136), // uint8_t const *
-/* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 95),
-/* 104 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 105 */ _CFFI_OP(_CFFI_OP_POINTER, 136), // uint8_t *
+/* 76 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 77 */ _CFFI_OP(_CFFI_OP_POINTER, 134), // kvx_engine_config const *
+/* 78 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
+/* 79 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // char *
+/* 80 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 81 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION, 130), // int64_t()(kvx_engine *, uint64_t)
+/* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 84 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION, 131), // kvx_counters const *()(kvx_engine const *)
+/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 74),
+/* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 90 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 91 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 93 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 96 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 97 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 100 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // void const *
+/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(kvx_engine *)
+/* 105 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 106 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 107 */ _CFFI_OP(_CFFI_OP_FUNCTION, 139), // void()(void *, void const *, uint64_t, uint64_t)
-/* 108 */ _CFFI_OP(_CFFI_OP_NOOP, 61),
-/* 109 */ _CFFI_OP(_CFFI_OP_NOOP, 95),
-/* 110 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 111 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 112 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 113 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 114 */ _CFFI_OP(_CFFI_OP_ARRAY, 113), // char[256]
-/* 115 */ (_cffi_opcode_t)(256),
-/* 116 */ _CFFI_OP(_CFFI_OP_ARRAY, 113), // char[32]
-/* 117 */ (_cffi_opcode_t)(32),
-/* 118 */ _CFFI_OP(_CFFI_OP_ARRAY, 116), // char[8][32]
-/* 119 */ (_cffi_opcode_t)(8),
-/* 120 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 121 */ _CFFI_OP(_CFFI_OP_POINTER, 122), // kvx_counters const *
-/* 122 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_counters
-/* 123 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_engine
-/* 124 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine_config
-/* 125 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_event
-/* 126 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_grant_info
-/* 127 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_import_info
-/* 128 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_region_info
-/* 129 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_remote
-/* 130 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_segment
-/* 131 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_submit_args
-/* 132 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_transport_counters
-/* 133 */ _CFFI_OP(_CFFI_OP_ARRAY, 132), // kvx_transport_counters[8]
-/* 134 */ (_cffi_opcode_t)(8),
-/* 135 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_info
-/* 136 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 137 */ _CFFI_OP(_CFFI_OP_ARRAY, 136), // uint8_t[16]
-/* 138 */ (_cffi_opcode_t)(16),
-/* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 107 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(uint64_t, uint64_t)
+/* 108 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 109 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 112 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // uint8_t const *
+/* 113 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 114 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 115 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // uint8_t *
+/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(void *, void const *, uint64_t, uint64_t)
+/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 67),
+/* 119 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 120 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 121 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 123 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 124 */ _CFFI_OP(_CFFI_OP_ARRAY, 123), // char[256]
+/* 125 */ (_cffi_opcode_t)(256),
+/* 126 */ _CFFI_OP(_CFFI_OP_ARRAY, 123), // char[32]
+/* 127 */ (_cffi_opcode_t)(32),
+/* 128 */ _CFFI_OP(_CFFI_OP_ARRAY, 126), // char[8][32]
+/* 129 */ (_cffi_opcode_t)(8),
+/* 130 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 131 */ _CFFI_OP(_CFFI_OP_POINTER, 132), // kvx_counters const *
+/* 132 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_counters
+/* 133 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_engine
+/* 134 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine_config
+/* 135 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_event
+/* 136 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_grant_info
+/* 137 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_import_info
+/* 138 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_region_info
+/* 139 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_remote
+/* 140 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_segment
+/* 141 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_submit_args
+/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_transport_counters
+/* 143 */ _CFFI_OP(_CFFI_OP_ARRAY, 142), // kvx_transport_counters[8]
+/* 144 */ (_cffi_opcode_t)(8),
+/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_info
+/* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 147 */ _CFFI_OP(_CFFI_OP_ARRAY, 146), // uint8_t[16]
+/* 148 */ (_cffi_opcode_t)(16),
+/* 149 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_d_kvx_cancel(kvx_engine * x0, uint64_t x1)
@@ -797,19 +807,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(61), arg0, (char **)&x0);
+      _cffi_type(67), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(61), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(67), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(95), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(95), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -864,10 +874,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(95), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(95), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -942,10 +952,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(68), arg0, (char **)&x0);
+      _cffi_type(74), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(68), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(74), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -957,7 +967,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(121));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(131));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1039,10 +1049,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(68), arg0, (char **)&x0);
+      _cffi_type(74), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(68), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(74), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1087,28 +1097,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(71), arg0, (char **)&x0);
+      _cffi_type(77), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(71), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(77), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(72), arg1, (char **)&x1);
+      _cffi_type(78), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(72), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(78), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(73), arg2, (char **)&x2);
+      _cffi_type(79), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(73), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(79), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1324,10 +1334,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(57), arg5, (char **)&x5);
+      _cffi_type(63), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(57), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1536,19 +1546,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(102), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(102), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(95), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(95), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1558,10 +1568,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(105), arg3, (char **)&x3);
+      _cffi_type(115), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(105), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(115), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1776,10 +1786,10 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(61), arg1, (char **)&x1);
+      _cffi_type(67), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(61), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(67), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1882,6 +1892,109 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
 }
 #else
 #  define _cffi_f_kvx_mem_release _cffi_d_kvx_mem_release
+#endif
+
+static void _cffi_d_kvx_mem_unmap(uint64_t x0, uint64_t x1)
+{
+  kvx_mem_unmap(x0, x1);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_mem_unmap(PyObject *self, PyObject *args)
+{
+  uint64_t x0;
+  uint64_t x1;
+  PyObject *arg0;
+  PyObject *arg1;
+
+  if (!PyArg_UnpackTuple(args, "kvx_mem_unmap", 2, 2, &arg0, &arg1))
+    return NULL;
+
+  x0 = _cffi_to_c_int(arg0, uint64_t);
+  if (x0 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { kvx_mem_unmap(x0, x1); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+#else
+#  define _cffi_f_kvx_mem_unmap _cffi_d_kvx_mem_unmap
+#endif
+
+static int _cffi_d_kvx_mem_viewed(kvx_engine * x0, uint64_t x1, uint32_t x2, uint64_t * x3)
+{
+  return kvx_mem_viewed(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint64_t x1;
+  uint32_t x2;
+  uint64_t * x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_mem_viewed", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(4), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint32_t);
+  if (x2 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(7), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(7), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_mem_viewed(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_mem_viewed _cffi_d_kvx_mem_viewed
 #endif
 
 static int _cffi_d_kvx_peer_close(kvx_engine * x0, uint64_t x1, uint64_t * x2)
@@ -2748,26 +2861,28 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_cancel },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 107), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 93), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 98), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 80), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 83), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 67), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 70), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 88), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 98), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 76), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 51), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 99), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 104), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 86), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 89), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 73), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 76), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 94), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 104), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 82), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 57), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_grant_revoke },
   { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 34), (void *)_cffi_d_kvx_import_query },
   { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_import_release },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 101), (void *)_cffi_d_kvx_mac },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mac },
   { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 27), (void *)_cffi_d_kvx_mem_alloc },
   { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 39), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 59), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 65), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 107), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_peer_close },
   { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 11), (void *)_cffi_d_kvx_peer_connect },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_status_name },
   { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 3), (void *)_cffi_d_kvx_submit },
@@ -2813,10 +2928,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                           _CFFI_OP(_CFFI_OP_NOOP, 25) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 118) },
+             _CFFI_OP(_CFFI_OP_NOOP, 128) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 133) },
+           _CFFI_OP(_CFFI_OP_NOOP, 143) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
                    _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -2897,7 +3012,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                  _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 137) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 147) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -2939,7 +3054,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 137) },
+           _CFFI_OP(_CFFI_OP_NOOP, 147) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 25) },
@@ -2987,7 +3102,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 137) },
+           _CFFI_OP(_CFFI_OP_NOOP, 147) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 25) },
@@ -3080,10 +3195,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 25) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 116) },
+            _CFFI_OP(_CFFI_OP_NOOP, 126) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 114) },
+                _CFFI_OP(_CFFI_OP_NOOP, 124) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -3102,45 +3217,45 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_counters", 122, _CFFI_F_CHECK_FIELDS,
+  { "kvx_counters", 132, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 0, 14 },
-  { "kvx_engine", 123, _CFFI_F_OPAQUE,
+  { "kvx_engine", 133, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 124, _CFFI_F_CHECK_FIELDS,
+  { "kvx_engine_config", 134, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 14, 27 },
-  { "kvx_event", 125, _CFFI_F_CHECK_FIELDS,
+  { "kvx_event", 135, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 41, 9 },
-  { "kvx_grant_info", 126, _CFFI_F_CHECK_FIELDS,
+  { "kvx_grant_info", 136, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 50, 5 },
-  { "kvx_import_info", 127, _CFFI_F_CHECK_FIELDS,
+  { "kvx_import_info", 137, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 55, 4 },
-  { "kvx_region_info", 128, _CFFI_F_CHECK_FIELDS,
+  { "kvx_region_info", 138, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 59, 7 },
-  { "kvx_remote", 129, _CFFI_F_CHECK_FIELDS,
+  { "kvx_remote", 139, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 66, 5 },
-  { "kvx_segment", 130, _CFFI_F_CHECK_FIELDS,
+  { "kvx_segment", 140, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 71, 3 },
-  { "kvx_submit_args", 131, _CFFI_F_CHECK_FIELDS,
+  { "kvx_submit_args", 141, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 74, 7 },
-  { "kvx_transport_counters", 132, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_counters", 142, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 81, 20 },
-  { "kvx_transport_info", 135, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_info", 145, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 101, 7 },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_counters", 122 },
-  { "kvx_engine", 123 },
-  { "kvx_engine_config", 124 },
-  { "kvx_event", 125 },
-  { "kvx_grant_info", 126 },
-  { "kvx_import_info", 127 },
-  { "kvx_region_info", 128 },
-  { "kvx_remote", 129 },
-  { "kvx_segment", 130 },
-  { "kvx_submit_args", 131 },
-  { "kvx_transport_counters", 132 },
-  { "kvx_transport_info", 135 },
+  { "kvx_counters", 132 },
+  { "kvx_engine", 133 },
+  { "kvx_engine_config", 134 },
+  { "kvx_event", 135 },
+  { "kvx_grant_info", 136 },
+  { "kvx_import_info", 137 },
+  { "kvx_region_info", 138 },
+  { "kvx_remote", 139 },
+  { "kvx_segment", 140 },
+  { "kvx_submit_args", 141 },
+  { "kvx_transport_counters", 142 },
+  { "kvx_transport_info", 145 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -3150,12 +3265,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   NULL,  /* no enums */
   _cffi_typenames,
-  59,  /* num_globals */
+  61,  /* num_globals */
   12,  /* num_struct_unions */
   0,  /* num_enums */
   12,  /* num_typenames */
   NULL,  /* no includes */
-  140,  /* num_types */
+  150,  /* num_types */
   0,  /* flags */
 };
 

@@ -214,6 +214,10 @@ int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_re
 int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
                      uint64_t *conflict_p);
 int kvx_mem_release(kvx_engine *engine, uint64_t region, uint64_t *token_p);
+/* Python looks at this allocation (viewed = 1) or no longer does. The memory of a viewed one goes at its release like any
+ * other, but its addresses stay mapped, to zeros, until kvx_mem_unmap: a late look must not end the process. */
+int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_t *mapped_length_p);
+void kvx_mem_unmap(uint64_t address, uint64_t mapped_length);
 int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
                      kvx_grant_info *info_p);
 int kvx_grant_revoke(kvx_engine *engine, uint64_t grant, uint64_t *token_p);

@@ -54,6 +54,7 @@ typedef struct region_box {
     grant_box *grants;
     uint64_t token;         /* of the pending release */
     uint64_t mapped_length; /* 0: the memory is the caller's */
+    bool viewed;            /* see kvx_mem_viewed; once releasing it only goes off */
     int32_t numa_node;
     kvx_job job; /* gives the memory back */
 } region_box;

@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from kvxfer.native.facts import (
     TransportInfo,
 )
 from kvxfer.native.status import Status, error_for
+from kvxfer.native.views import Views
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +73,25 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine: Any = None
+        self.config = config
+        self.engine_id = config.engine_id
+        self._thread = threading.get_ident()
+        self._fork = _forks
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_event: Callable[[Event], None] | None = None
+        self._pending: dict[int, asyncio.Future[Event]] = {}
+        self.stray_events = 0  # completions of tokens that nobody waits for: a bug if it is ever not 0
+        self._guests = 0  # calls from other threads that are inside C
+        self._guests_left = threading.Condition()
+        fork = _forks
+        self._views = Views(weakref.WeakMethod(self._forget_view), lib.kvx_mem_unmap, lambda: fork == _forks)
+        self._events = ffi.new("kvx_event[]", DRAIN_MAX)
+        self._args = ffi.new("kvx_submit_args *")
+        self._segment = ffi.new("kvx_segment *")
+        self._id_p = ffi.new("uint64_t *")
+        self._token_p = ffi.new("uint64_t *")
+        self._inline_p = ffi.new("int *")
+        self._inline_event = ffi.new("kvx_event *")
         native = ffi.new("kvx_engine_config *")
         keep = config.fill(ffi, native)
         native.abi_version = lib.KVX_ABI_VERSION
@@ -84,23 +105,6 @@ class Engine:
                 raise ConfigError(text, status=status)
             raise TransportUnavailable(text, status=status, transport=",".join(config.transports))
         self._engine = engine_p[0]
-        self.config = config
-        self.engine_id = config.engine_id
-        self._thread = threading.get_ident()
-        self._fork = _forks
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_event: Callable[[Event], None] | None = None
-        self._pending: dict[int, asyncio.Future[Event]] = {}
-        self.stray_events = 0  # completions of tokens that nobody waits for: a bug if it is ever not 0
-        self._guests = 0  # calls from other threads that are inside C
-        self._guests_left = threading.Condition()
-        self._events = ffi.new("kvx_event[]", DRAIN_MAX)
-        self._args = ffi.new("kvx_submit_args *")
-        self._segment = ffi.new("kvx_segment *")
-        self._id_p = ffi.new("uint64_t *")
-        self._token_p = ffi.new("uint64_t *")
-        self._inline_p = ffi.new("int *")
-        self._inline_event = ffi.new("kvx_event *")
         self.transports = tuple(self._transports())
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -135,12 +139,12 @@ class Engine:
             self._engine = None
             while self._guests:
                 self._guests_left.wait()
-        lib.kvx_engine_close(engine)
+        self._views.close(lambda: lib.kvx_engine_close(engine))
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and self._fork == _forks:
-            lib.kvx_engine_close(self._engine)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._views.close(lambda: lib.kvx_engine_close(engine))
             warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
 
     def _mine(self) -> Any:
@@ -273,8 +277,20 @@ class Engine:
         return _region(info)
 
     def buffer(self, region: RegionInfo) -> memoryview:
-        """The memory of an allocated region, writable. Must not be used after `release`."""
-        return memoryview(ffi.buffer(ffi.cast("char *", region.address), region.length))
+        """The memory of an allocated region, writable. After `release` the view reads zeros."""
+        exporter = self._views.find(region.id)
+        if exporter is None:
+            length_p = ffi.new("uint64_t *")
+            status = lib.kvx_mem_viewed(self._mine(), region.id, 1, length_p)
+            if status != 0:
+                raise error_for(status, what="buffer", region=region.id)
+            exporter = ffi.buffer(ffi.cast("char *", region.address), region.length)
+            self._views.add(region.id, exporter, region.address, length_p[0])
+        return memoryview(exporter)
+
+    def _forget_view(self, region: int) -> bool:
+        engine = self._engine
+        return engine is not None and lib.kvx_mem_viewed(engine, region, 0, ffi.new("uint64_t *")) == 0
 
     def release(self, region: int) -> asyncio.Future[Event]:
         """Give a region (or one reference of it) back; resolves when no peer can reach it and it is unmapped.

@@ -53,14 +53,45 @@ static void remove_locked(kvx_core *core, region_box *box) {
     __atomic_fetch_sub(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
 }
 
-static void give_back(region_box *box) {
-    if (box->mapped_length != 0) {
-        munmap(box->region.base, box->mapped_length);
-    }
+/* The memory goes, its addresses stay. */
+static void blank(region_box *box) {
+    mmap(box->region.base, box->mapped_length, PROT_READ | PROT_WRITE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+static void box_free(region_box *box) {
     if (box->region.memfd >= 0) {
         close(box->region.memfd);
     }
     free(box);
+}
+
+static void give_back(region_box *box) {
+    if (box->mapped_length != 0) {
+        if (box->viewed) {
+            blank(box);
+        } else {
+            munmap(box->region.base, box->mapped_length);
+        }
+    }
+    box_free(box);
+}
+
+int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_t *mapped_length_p) {
+    kvx_core *core = &engine->core;
+    kvx_lock(core);
+    region_box *box = viewed ? kvx_region_find(core, region) : kvx_table_get(&core->regions, region);
+    int status = box == NULL || box->mapped_length == 0 ? KVX_E_NO_REGION : KVX_OK;
+    if (status == KVX_OK) {
+        box->viewed = viewed != 0;
+        *mapped_length_p = box->mapped_length;
+    }
+    kvx_unlock(core);
+    return status;
+}
+
+void kvx_mem_unmap(uint64_t address, uint64_t mapped_length) {
+    munmap((void *)(uintptr_t)address, mapped_length);
 }
 
 /* The registration of the same bytes that is there already, or one that overlaps, or NULL. */
@@ -133,6 +164,14 @@ static int register_again(kvx_core *core, region_box *box, kvx_region_info *info
     return KVX_OK;
 }
 
+/* A wrong address would end the process when a peer's bytes arrive; say it now. With MS_ASYNC the kernel only walks its
+ * list of mappings, and reports holes. */
+static bool is_mapped(void *address, uint64_t length) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t low = (uintptr_t)address & ~(page - 1);
+    return msync((void *)low, (uintptr_t)address + length - low, MS_ASYNC) == 0;
+}
+
 int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
                      uint64_t *conflict_p) {
     kvx_core *core = &engine->core;
@@ -142,6 +181,9 @@ int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_
     }
     if (length == 0 || __builtin_add_overflow((uint64_t)(uintptr_t)address, length, &end) || end > UINTPTR_MAX) {
         return KVX_E_LENGTH;
+    }
+    if (!is_mapped(address, length)) {
+        return KVX_E_INVALID;
     }
     region_box *box = calloc(1, sizeof(*box));
     if (box == NULL) {
@@ -370,9 +412,20 @@ static void forget_run(kvx_job *job) {
     }
     kvx_event event = {.kind = KVX_EV_RELEASE, .token = box->token, .id = box->region.id, .segment = -1};
     kvx_lock(core);
+    bool viewed = box->viewed;
+    kvx_unlock(core);
+    if (viewed) { /* while the id is still known: whoever finds it gone may reuse the addresses */
+        blank(box);
+    }
+    kvx_lock(core);
+    viewed = box->viewed;
     remove_locked(core, box);
     kvx_unlock(core);
-    give_back(box); /* before the event: whoever waits for it may count on the memory being free */
+    if (viewed) {
+        box_free(box);
+    } else {
+        give_back(box); /* before the event: whoever waits for it may count on the memory being free */
+    }
     kvx_lock(core);
     bool signal = kvx_ring_push(&core->ring, &event);
     kvx_unlock_signal(core, signal);

@@ -19,6 +19,7 @@ from kvxfer.native.status import Status
 from tests.native.conformance import BOTH, KIB, MIB, Outcome, Pair, Reach, settled, within
 
 VICTIM = Path(__file__).with_name("victim.py")
+ROOT = Path(__file__).parents[2]
 BIG = 24 * MIB
 KINDS = pytest.mark.parametrize("kind", [OpKind.PUT, OpKind.GET])
 
@@ -273,7 +274,11 @@ async def test_an_initiator_that_dies_is_noticed(pair: Pair) -> None:
         "key": grant.key.hex(),
     }
     victim = await asyncio.create_subprocess_exec(
-        sys.executable, str(VICTIM), json.dumps(what), stdout=asyncio.subprocess.PIPE, env=dict(os.environ)
+        sys.executable,
+        str(VICTIM),
+        json.dumps(what),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert victim.stdout is not None
     assert await within(victim.stdout.readline()) == b"ready\n"

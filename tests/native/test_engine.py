@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import threading
 import time
@@ -181,6 +182,18 @@ async def test_neighbours_do_not_overlap(side: Side) -> None:
     first = side.engine.register(memory.ctypes.data, 32 * KIB)
     second = side.engine.register(memory.ctypes.data + 32 * KIB, 32 * KIB)
     assert first.id != second.id
+
+
+async def test_addresses_without_memory_are_refused(side: Side) -> None:
+    with pytest.raises(UsageError):
+        side.engine.register(4096, 4096)
+    memory = mmap.mmap(-1, 64 * KIB)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    with pytest.raises(UsageError):
+        side.engine.register(address + 1, 1 << 46)
+    region = side.engine.register(address, 64 * KIB)
+    await within(side.engine.release(region.id))
+    memory.close()
 
 
 async def test_too_many_regions(side: Side) -> None:
