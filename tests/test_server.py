@@ -394,13 +394,16 @@ async def test_drain_ends_at_its_limit_and_peers_hear_goodbye() -> None:
 
 
 async def test_nothing_is_left_behind() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    async with node() as here, node() as there, worker(here) as asker:
-        await asker.ask(m.Echo(node=there.addresses, data=b"x"))
-        directory = here.socket_path.parent
-    assert not directory.exists()
-    assert len(asyncio.all_tasks()) == 1
-    assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+    counts = []
+    for _ in range(3):  # the first round opens what the event loop keeps for itself
+        async with node() as here, node() as there, worker(here) as asker:
+            await asker.ask(m.Echo(node=there.addresses, data=b"x"))
+            directory = here.socket_path.parent
+        assert not directory.exists()
+        assert len(asyncio.all_tasks()) == 1
+        await until(lambda: True)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2], counts
 
 
 @pytest.mark.parametrize("key", ["listen", "http"])
