@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -19,6 +20,12 @@ import uvloop
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 MODES = ("asyncio", "debug", "uvloop")
+
+
+# Examples are drawn anew on a developer's machine, where a new failure is welcome, and are the same each time in CI.
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 
 def loop_mode() -> str:
