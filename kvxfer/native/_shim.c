@@ -588,24 +588,24 @@ static void *_cffi_types[] = {
 /*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // kvx_engine *
-/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 141), // kvx_submit_args const *
-/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 140), // kvx_segment const *
+/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 138), // kvx_engine *
+/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // kvx_submit_args const *
+/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_segment const *
 /*  7 */ _CFFI_OP(_CFFI_OP_POINTER, 25), // uint64_t *
 /*  8 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // int *
-/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 135), // kvx_event *
+/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 140), // kvx_event *
 /* 10 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
 /* 12 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // char const *
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 128), // char const *
 /* 15 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 16 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 18 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
 /* 19 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 21 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_transport_info *
+/* 21 */ _CFFI_OP(_CFFI_OP_POINTER, 150), // kvx_transport_info *
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 23 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t)
 /* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
@@ -615,125 +615,130 @@ static void *_cffi_types[] = {
 /* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 29 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 30 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 31 */ _CFFI_OP(_CFFI_OP_POINTER, 138), // kvx_region_info *
+/* 31 */ _CFFI_OP(_CFFI_OP_POINTER, 143), // kvx_region_info *
 /* 32 */ _CFFI_OP(_CFFI_OP_NOOP, 8),
 /* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 34 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_import_info *)
 /* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 36 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 37 */ _CFFI_OP(_CFFI_OP_POINTER, 137), // kvx_import_info *
+/* 37 */ _CFFI_OP(_CFFI_OP_POINTER, 142), // kvx_import_info *
 /* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 39 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
 /* 40 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 41 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // kvx_remote const *
+/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 144), // kvx_remote const *
 /* 43 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 44 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 45 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 46 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 46 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t)
 /* 47 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 48 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 49 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 50 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 52 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 54 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 52 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 54 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
 /* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
 /* 58 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 59 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 60 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 61 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 63 */ _CFFI_OP(_CFFI_OP_POINTER, 136), // kvx_grant_info *
-/* 64 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 65 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
-/* 66 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 67 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // void *
-/* 68 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 69 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 31),
-/* 71 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 73 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
-/* 74 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // kvx_engine const *
-/* 75 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 76 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 77 */ _CFFI_OP(_CFFI_OP_POINTER, 134), // kvx_engine_config const *
-/* 78 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
-/* 79 */ _CFFI_OP(_CFFI_OP_POINTER, 123), // char *
-/* 80 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
-/* 81 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION, 130), // int64_t()(kvx_engine *, uint64_t)
-/* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 84 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION, 131), // kvx_counters const *()(kvx_engine const *)
-/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 74),
-/* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 90 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 91 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 60 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
+/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 62 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 64 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 65 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 66 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 67 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 68 */ _CFFI_OP(_CFFI_OP_POINTER, 141), // kvx_grant_info *
+/* 69 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 70 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
+/* 71 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 72 */ _CFFI_OP(_CFFI_OP_POINTER, 154), // void *
+/* 73 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 74 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 75 */ _CFFI_OP(_CFFI_OP_NOOP, 31),
+/* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
+/* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
+/* 79 */ _CFFI_OP(_CFFI_OP_POINTER, 138), // kvx_engine const *
+/* 80 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 81 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 82 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // kvx_engine_config const *
+/* 83 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
+/* 84 */ _CFFI_OP(_CFFI_OP_POINTER, 128), // char *
+/* 85 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 87 */ _CFFI_OP(_CFFI_OP_FUNCTION, 135), // int64_t()(kvx_engine *, uint64_t)
+/* 88 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 89 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 91 */ _CFFI_OP(_CFFI_OP_FUNCTION, 136), // kvx_counters const *()(kvx_engine const *)
+/* 92 */ _CFFI_OP(_CFFI_OP_NOOP, 79),
 /* 93 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
 /* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 96 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 96 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
 /* 97 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 100 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // void const *
-/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 101 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(kvx_engine *)
-/* 105 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 106 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 107 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(uint64_t, uint64_t)
-/* 108 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 109 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 112 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // uint8_t const *
-/* 113 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 13), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 105 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 154), // void const *
+/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 109 */ _CFFI_OP(_CFFI_OP_FUNCTION, 154), // void()(kvx_engine *)
+/* 110 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 112 */ _CFFI_OP(_CFFI_OP_FUNCTION, 154), // void()(uint64_t, uint64_t)
+/* 113 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 114 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 115 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // uint8_t *
-/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 149), // void()(void *, void const *, uint64_t, uint64_t)
-/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 67),
-/* 119 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 120 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 121 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 123 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 124 */ _CFFI_OP(_CFFI_OP_ARRAY, 123), // char[256]
-/* 125 */ (_cffi_opcode_t)(256),
-/* 126 */ _CFFI_OP(_CFFI_OP_ARRAY, 123), // char[32]
-/* 127 */ (_cffi_opcode_t)(32),
-/* 128 */ _CFFI_OP(_CFFI_OP_ARRAY, 126), // char[8][32]
-/* 129 */ (_cffi_opcode_t)(8),
-/* 130 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 131 */ _CFFI_OP(_CFFI_OP_POINTER, 132), // kvx_counters const *
-/* 132 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_counters
-/* 133 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_engine
-/* 134 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine_config
-/* 135 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_event
-/* 136 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_grant_info
-/* 137 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_import_info
-/* 138 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_region_info
-/* 139 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_remote
-/* 140 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_segment
-/* 141 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_submit_args
-/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_transport_counters
-/* 143 */ _CFFI_OP(_CFFI_OP_ARRAY, 142), // kvx_transport_counters[8]
-/* 144 */ (_cffi_opcode_t)(8),
-/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_info
-/* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 147 */ _CFFI_OP(_CFFI_OP_ARRAY, 146), // uint8_t[16]
-/* 148 */ (_cffi_opcode_t)(16),
-/* 149 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION, 154), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 117 */ _CFFI_OP(_CFFI_OP_POINTER, 151), // uint8_t const *
+/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 119 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 120 */ _CFFI_OP(_CFFI_OP_POINTER, 151), // uint8_t *
+/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION, 154), // void()(void *, void const *, uint64_t, uint64_t)
+/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 72),
+/* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 125 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 126 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 128 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 129 */ _CFFI_OP(_CFFI_OP_ARRAY, 128), // char[256]
+/* 130 */ (_cffi_opcode_t)(256),
+/* 131 */ _CFFI_OP(_CFFI_OP_ARRAY, 128), // char[32]
+/* 132 */ (_cffi_opcode_t)(32),
+/* 133 */ _CFFI_OP(_CFFI_OP_ARRAY, 131), // char[8][32]
+/* 134 */ (_cffi_opcode_t)(8),
+/* 135 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 136 */ _CFFI_OP(_CFFI_OP_POINTER, 137), // kvx_counters const *
+/* 137 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_counters
+/* 138 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_engine
+/* 139 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine_config
+/* 140 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_event
+/* 141 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_grant_info
+/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_import_info
+/* 143 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_region_info
+/* 144 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_remote
+/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_segment
+/* 146 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_submit_args
+/* 147 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_transport_counters
+/* 148 */ _CFFI_OP(_CFFI_OP_ARRAY, 147), // kvx_transport_counters[8]
+/* 149 */ (_cffi_opcode_t)(8),
+/* 150 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_info
+/* 151 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 152 */ _CFFI_OP(_CFFI_OP_ARRAY, 151), // uint8_t[16]
+/* 153 */ (_cffi_opcode_t)(16),
+/* 154 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_d_kvx_cancel(kvx_engine * x0, uint64_t x1)
@@ -807,19 +812,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(67), arg0, (char **)&x0);
+      _cffi_type(72), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(67), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(72), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(106), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -874,10 +879,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(106), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -952,10 +957,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(74), arg0, (char **)&x0);
+      _cffi_type(79), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(74), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(79), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -967,7 +972,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(131));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(136));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1049,10 +1054,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(74), arg0, (char **)&x0);
+      _cffi_type(79), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(74), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(79), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1097,28 +1102,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(77), arg0, (char **)&x0);
+      _cffi_type(82), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(77), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(82), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(78), arg1, (char **)&x1);
+      _cffi_type(83), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(78), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(83), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(79), arg2, (char **)&x2);
+      _cffi_type(84), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(79), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(84), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1334,10 +1339,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg5, (char **)&x5);
+      _cffi_type(68), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(68), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1523,6 +1528,60 @@ _cffi_f_kvx_import_release(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_import_release _cffi_d_kvx_import_release
 #endif
 
+static int _cffi_d_kvx_import_viewed(kvx_engine * x0, uint64_t x1, uint32_t x2)
+{
+  return kvx_import_viewed(x0, x1, x2);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_import_viewed(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint64_t x1;
+  uint32_t x2;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+
+  if (!PyArg_UnpackTuple(args, "kvx_import_viewed", 3, 3, &arg0, &arg1, &arg2))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(4), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint32_t);
+  if (x2 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_import_viewed(x0, x1, x2); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_import_viewed _cffi_d_kvx_import_viewed
+#endif
+
 static void _cffi_d_kvx_mac(uint8_t const * x0, void const * x1, uint64_t x2, uint8_t * x3)
 {
   kvx_mac(x0, x1, x2, x3);
@@ -1546,19 +1605,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(112), arg0, (char **)&x0);
+      _cffi_type(117), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(117), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(106), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1568,10 +1627,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(115), arg3, (char **)&x3);
+      _cffi_type(120), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(115), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(120), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1786,10 +1845,10 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(67), arg1, (char **)&x1);
+      _cffi_type(72), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(67), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(72), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2861,28 +2920,29 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_cancel },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 99), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 104), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 86), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 89), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 73), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 76), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 94), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 104), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 82), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 57), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 122), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 104), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 109), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 91), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 94), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 78), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 81), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 99), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 109), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 87), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 57), (void *)_cffi_d_kvx_grant_revoke },
   { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 34), (void *)_cffi_d_kvx_import_query },
   { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_import_release },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mac },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 116), (void *)_cffi_d_kvx_mac },
   { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 27), (void *)_cffi_d_kvx_mem_alloc },
   { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 39), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 65), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 107), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 46), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 52), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 70), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 57), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 112), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 51), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 57), (void *)_cffi_d_kvx_peer_close },
   { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 11), (void *)_cffi_d_kvx_peer_connect },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_status_name },
   { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 3), (void *)_cffi_d_kvx_submit },
@@ -2928,10 +2988,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                           _CFFI_OP(_CFFI_OP_NOOP, 25) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 128) },
+             _CFFI_OP(_CFFI_OP_NOOP, 133) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 143) },
+           _CFFI_OP(_CFFI_OP_NOOP, 148) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
                    _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -3012,7 +3072,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                  _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 147) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 152) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -3054,7 +3114,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 147) },
+           _CFFI_OP(_CFFI_OP_NOOP, 152) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 25) },
@@ -3102,7 +3162,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 147) },
+           _CFFI_OP(_CFFI_OP_NOOP, 152) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 25) },
@@ -3195,10 +3255,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 25) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 126) },
+            _CFFI_OP(_CFFI_OP_NOOP, 131) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 124) },
+                _CFFI_OP(_CFFI_OP_NOOP, 129) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -3217,45 +3277,45 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_counters", 132, _CFFI_F_CHECK_FIELDS,
+  { "kvx_counters", 137, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 0, 14 },
-  { "kvx_engine", 133, _CFFI_F_OPAQUE,
+  { "kvx_engine", 138, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 134, _CFFI_F_CHECK_FIELDS,
+  { "kvx_engine_config", 139, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 14, 27 },
-  { "kvx_event", 135, _CFFI_F_CHECK_FIELDS,
+  { "kvx_event", 140, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 41, 9 },
-  { "kvx_grant_info", 136, _CFFI_F_CHECK_FIELDS,
+  { "kvx_grant_info", 141, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 50, 5 },
-  { "kvx_import_info", 137, _CFFI_F_CHECK_FIELDS,
+  { "kvx_import_info", 142, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 55, 4 },
-  { "kvx_region_info", 138, _CFFI_F_CHECK_FIELDS,
+  { "kvx_region_info", 143, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 59, 7 },
-  { "kvx_remote", 139, _CFFI_F_CHECK_FIELDS,
+  { "kvx_remote", 144, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 66, 5 },
-  { "kvx_segment", 140, _CFFI_F_CHECK_FIELDS,
+  { "kvx_segment", 145, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 71, 3 },
-  { "kvx_submit_args", 141, _CFFI_F_CHECK_FIELDS,
+  { "kvx_submit_args", 146, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 74, 7 },
-  { "kvx_transport_counters", 142, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_counters", 147, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 81, 20 },
-  { "kvx_transport_info", 145, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_info", 150, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 101, 7 },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_counters", 132 },
-  { "kvx_engine", 133 },
-  { "kvx_engine_config", 134 },
-  { "kvx_event", 135 },
-  { "kvx_grant_info", 136 },
-  { "kvx_import_info", 137 },
-  { "kvx_region_info", 138 },
-  { "kvx_remote", 139 },
-  { "kvx_segment", 140 },
-  { "kvx_submit_args", 141 },
-  { "kvx_transport_counters", 142 },
-  { "kvx_transport_info", 145 },
+  { "kvx_counters", 137 },
+  { "kvx_engine", 138 },
+  { "kvx_engine_config", 139 },
+  { "kvx_event", 140 },
+  { "kvx_grant_info", 141 },
+  { "kvx_import_info", 142 },
+  { "kvx_region_info", 143 },
+  { "kvx_remote", 144 },
+  { "kvx_segment", 145 },
+  { "kvx_submit_args", 146 },
+  { "kvx_transport_counters", 147 },
+  { "kvx_transport_info", 150 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -3265,12 +3325,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   NULL,  /* no enums */
   _cffi_typenames,
-  61,  /* num_globals */
+  62,  /* num_globals */
   12,  /* num_struct_unions */
   0,  /* num_enums */
   12,  /* num_typenames */
   NULL,  /* no includes */
-  150,  /* num_types */
+  155,  /* num_types */
   0,  /* flags */
 };
 

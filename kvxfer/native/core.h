@@ -80,6 +80,7 @@ enum import_state { IMPORT_PENDING, IMPORT_READY, IMPORT_FAILED };
 typedef struct import_box {
     kvx_import import;
     enum import_state state;
+    bool viewed; /* Python looks at the mapping */
     bool released;
     bool deferred;
     uint32_t ops;

@@ -85,6 +85,10 @@ class Engine:
         self._guests_left = threading.Condition()
         fork = _forks
         self._views = Views(weakref.WeakMethod(self._forget_view), lib.kvx_mem_unmap, lambda: fork == _forks)
+        # A transport may share one mapping among imports, so what it blanked stays: addresses only, no memory.
+        self._import_views = Views(
+            weakref.WeakMethod(self._forget_import_view), lambda address, length: None, lambda: fork == _forks
+        )
         self._events = ffi.new("kvx_event[]", DRAIN_MAX)
         self._args = ffi.new("kvx_submit_args *")
         self._segment = ffi.new("kvx_segment *")
@@ -139,12 +143,15 @@ class Engine:
             self._engine = None
             while self._guests:
                 self._guests_left.wait()
-        self._views.close(lambda: lib.kvx_engine_close(engine))
+        self._close_native(engine)
+
+    def _close_native(self, engine: Any) -> None:
+        self._views.close(lambda: self._import_views.close(lambda: lib.kvx_engine_close(engine)))
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and self._fork == _forks:
             engine, self._engine = self._engine, None
-            self._views.close(lambda: lib.kvx_engine_close(engine))
+            self._close_native(engine)
             warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
 
     def _mine(self) -> Any:
@@ -363,15 +370,31 @@ class Engine:
         return self._id_p[0], self._future(self._token_p[0])
 
     def mapping(self, import_: int) -> memoryview | None:
-        """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map."""
+        """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map.
+
+        After `release_import`, or when the owner takes the memory back, the view may read zeros.
+        """
         info = ffi.new("kvx_import_info *")
-        status = lib.kvx_import_query(self._mine(), import_, info)
+        engine = self._mine()
+        status = lib.kvx_import_viewed(engine, import_, 1)
+        if status == Status.UNSUPPORTED:
+            return None
+        if status == 0:
+            status = lib.kvx_import_query(engine, import_, info)
         if status != 0:
             raise error_for(status, what="mapping")
         if info.address == 0:
             return None
-        view = memoryview(ffi.buffer(ffi.cast("char *", info.address), info.length))
+        exporter = self._import_views.find(import_)
+        if exporter is None:
+            exporter = ffi.buffer(ffi.cast("char *", info.address), info.length)
+            self._import_views.add(import_, exporter, info.address, info.length)
+        view = memoryview(exporter)
         return view if info.access & 2 else view.toreadonly()
+
+    def _forget_import_view(self, import_: int) -> bool:
+        engine = self._engine
+        return engine is not None and lib.kvx_import_viewed(engine, import_, 0) == 0
 
     def release_import(self, import_: int) -> None:
         """Let go of an import; its running transfers still complete. One that is gone already is fine."""

@@ -53,10 +53,12 @@ static void remove_locked(kvx_core *core, region_box *box) {
     __atomic_fetch_sub(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
 }
 
-/* The memory goes, its addresses stay. */
-static void blank(region_box *box) {
-    mmap(box->region.base, box->mapped_length, PROT_READ | PROT_WRITE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+void kvx_mapping_drop(void *base, uint64_t length, bool viewed) {
+    if (viewed) {
+        mmap(base, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    } else {
+        munmap(base, length);
+    }
 }
 
 static void box_free(region_box *box) {
@@ -68,11 +70,7 @@ static void box_free(region_box *box) {
 
 static void give_back(region_box *box) {
     if (box->mapped_length != 0) {
-        if (box->viewed) {
-            blank(box);
-        } else {
-            munmap(box->region.base, box->mapped_length);
-        }
+        kvx_mapping_drop(box->region.base, box->mapped_length, box->viewed);
     }
     box_free(box);
 }
@@ -415,7 +413,7 @@ static void forget_run(kvx_job *job) {
     bool viewed = box->viewed;
     kvx_unlock(core);
     if (viewed) { /* while the id is still known: whoever finds it gone may reuse the addresses */
-        blank(box);
+        kvx_mapping_drop(box->region.base, box->mapped_length, true);
     }
     kvx_lock(core);
     viewed = box->viewed;

@@ -317,6 +317,30 @@ int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_
     return status;
 }
 
+int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed) {
+    kvx_core *core = &engine->core;
+    kvx_lock(core);
+    import_box *box = kvx_table_get(&core->imports, import);
+    int status = box == NULL || box->state != IMPORT_READY ? KVX_E_NO_IMPORT : KVX_OK;
+    if (status == KVX_OK && box->import.mapping == NULL) {
+        status = KVX_E_UNSUPPORTED;
+    }
+    if (status == KVX_OK) {
+        box->viewed = viewed != 0;
+    }
+    kvx_unlock(core);
+    return status;
+}
+
+bool kvx_mapping_hide(kvx_import *import) {
+    kvx_core *core = ((peer_box *)import->peer)->core;
+    kvx_lock(core);
+    import->mapping = NULL;
+    bool viewed = ((import_box *)import)->viewed;
+    kvx_unlock(core);
+    return viewed;
+}
+
 int kvx_import_release(kvx_engine *engine, uint64_t import) {
     kvx_core *core = &engine->core;
     kvx_lock(core);
