@@ -125,7 +125,7 @@ class Pair:
 
     def configure(self, **changes: Any) -> None:
         """Open the engines with other settings than the suite's."""
-        assert not self._sides
+        assert all(side.engine.closed for side in self._sides)
         self._owner = self.side(**changes)
         self._initiator = self._owner if self.one_engine else self.side(**changes)
 

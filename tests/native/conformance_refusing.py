@@ -17,7 +17,7 @@ from kvxfer.errors import (
     UnknownRegion,
     UsageError,
 )
-from kvxfer.native.engine import OpKind
+from kvxfer.native.engine import EventKind, OpKind
 from kvxfer.native.status import Status
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, WRITE, Pair, Reach, segments, settled
 
@@ -221,3 +221,23 @@ async def test_two_grants_of_one_region_have_their_own_keys(pair: Pair) -> None:
     assert other.key != reach.grant.key
     status = await refused(pair, reach, OpKind.PUT, segments((0, 0, 64)), key=other.key)
     assert status == Status.KEY
+
+
+@KINDS
+@SIZES
+async def test_a_flipped_bit_is_found(pair: Pair, kind: OpKind, length: int) -> None:
+    """The fault decorator damages every operation; only a checksum over source and target can tell."""
+    if not pair.transport.startswith("fault+") or not pair.info.can_check:
+        return
+    pair.close()
+    pair.configure(fault_spec="seed=1,flip_rate=1")
+    reach = await pair.reach(MIB)
+    reach.fill()
+    event = await settled(reach.one(kind, 0, 0, length, check=True, notify=(1, 1)))
+    assert event.status == Status.INTEGRITY
+    unchecked = await settled(reach.one(kind, 0, 0, length))
+    assert unchecked.status == 0
+    assert not np.array_equal(reach.mine_bytes[:length], reach.remote_bytes[:length])
+    assert (await settled(reach.notify(2))).status == 0
+    told = await pair.owner.event(EventKind.NOTIFY)
+    assert told.tag == 2, "damaged bytes are not announced"
