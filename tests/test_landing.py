@@ -1,4 +1,4 @@
-"""The landing pool: a push lands in the daemon's memory, a local worker adopts it, and every way out frees the memory."""
+"""The landing pool: a push lands in the daemon's memory, a local worker adopts it, every way out frees it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,147 @@
+"""`kvxfer serve` as a process: up within a second, drained on SIGTERM, refused with one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import slack
+
+LIGHT = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--transports", "loop", "--json")
+
+
+def command(directory: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "kvxfer", "serve", *LIGHT, "--socket-dir", str(directory), *words]
+
+
+@contextmanager
+def daemon(directory: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    directory.chmod(0o700)
+    process = subprocess.Popen(command(directory, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(directory: Path, *words: str) -> str:
+    ended = subprocess.run(command(directory, *words), capture_output=True, text=True, timeout=20 * slack())
+    assert ended.returncode == 2, ended
+    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    return ended.stderr
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_life_of_a_daemon(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with daemon(tmp_path) as (process, facts):
+        assert time.monotonic() - started < 3 * slack()  # under a second on an idle machine
+        assert facts["pid"] == process.pid
+        assert Path(facts["socket"]).is_socket()
+        ready = urllib.request.urlopen(f"{facts['http']}/readyz", timeout=5)
+        assert ready.read() == b"ready\n"
+        before = cpu_s(process.pid)
+        time.sleep(1)
+        assert cpu_s(process.pid) - before <= 0.02  # idle means idle; the clock ticks in hundredths
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(3 * slack()) == 0
+        assert not Path(facts["socket"]).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from kvxfer.config import Config\n"
+        "from kvxfer.link import Link, LinkFacts\n"
+        "from kvxfer.wire import messages as m\n"
+        "async def main():\n"
+        "    link = await Link.dial_unix(sys.argv[1], LinkFacts(role='worker'), Config.embedded())\n"
+        "    await link.request(m.Post(kind='offer', key='k', lease_s=60.0, claims_max=1), timeout=5)\n"
+        "    await link.request(m.Claim(kind='offer', key='k'), timeout=5)\n"
+        "    print('claimed', flush=True)\n"
+        "    await link.wait_closed()\n"
+        "asyncio.run(main())\n"
+    )
+    with daemon(tmp_path, "--drain-s", "60") as (process, facts):
+        worker = subprocess.Popen([sys.executable, "-c", script, facts["socket"]], stdout=subprocess.PIPE, text=True)
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "claimed\n"
+        process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None  # it waits for the live claim
+        process.send_signal(number)
+        assert process.wait(1 * slack()) == 128 + number
+        assert worker.wait(5 * slack()) == 0
+        worker.stdout.close()
+
+
+def test_killed_daemon_can_start_again(tmp_path: Path) -> None:
+    with daemon(tmp_path) as (process, first):
+        process.kill()
+        process.wait()
+    with daemon(tmp_path) as (_, second):
+        assert second["incarnation"] != first["incarnation"]
+        assert second["socket"] == first["socket"]
+
+
+def test_port_in_use_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown = refused(tmp_path, "--listen", f"127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in shown
+    assert "in use" in shown
+
+
+def test_second_daemon_is_told_who_runs(tmp_path: Path) -> None:
+    with daemon(tmp_path) as (process, facts):
+        shown = refused(tmp_path)
+        assert facts["socket"] in shown
+        assert f"pid {process.pid}" in shown
+
+
+def test_other_hosts_without_a_secret(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert "secret_file" in refused(tmp_path, "--listen", "0.0.0.0:0")
+
+
+def test_bad_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    assert f"chmod 700 {tmp_path}" in refused(tmp_path)
+    assert "does not exist" in refused(tmp_path / "a" / "b")
+
+
+def test_peers_are_connected_at_the_start(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    first.mkdir(mode=0o700)
+    second.mkdir(mode=0o700)
+    with daemon(first) as (_, there), daemon(second, "--peer", there["addresses"][0]) as (_, here):
+        deadline = time.monotonic() + 5 * slack()
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{here['http']}/metrics", timeout=5) as page:
+                if b'kvxfer_links{kind="peer_out"} 1.0' in page.read():
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the daemons did not connect")

@@ -1,0 +1,37 @@
+"""Files of killed processes are removed, those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from kvxfer.leftovers import remove_leftovers
+
+
+def engine_socket(directory: Path, name: str, *, alive: bool) -> socket.socket | None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(directory / f"e-{name}.sock"))
+    if alive:
+        listener.listen(1)
+        return listener
+    listener.close()
+    return None
+
+
+def test_dead_sockets_go_and_living_ones_stay(tmp_path: Path) -> None:
+    engine_socket(tmp_path, "deadbeef0000", alive=False)
+    alive = engine_socket(tmp_path, "a11ce0000000", alive=True)
+    engine_socket(tmp_path, "0123456789ab", alive=False)
+    (tmp_path / "c-deadbeef0000.counters").write_bytes(b"")
+    (tmp_path / "c-a11ce0000000.counters").write_bytes(b"")
+    (tmp_path / "kvxferd.lock").write_text(str(os.getpid()))
+    assert remove_leftovers(tmp_path, ["0123456789ab" + "0" * 20]) == 2
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["c-a11ce0000000.counters", "e-0123456789ab.sock", "e-a11ce0000000.sock", "kvxferd.lock"]
+    assert alive is not None
+    alive.close()
+
+
+def test_missing_directory_is_no_error(tmp_path: Path) -> None:
+    assert remove_leftovers(tmp_path / "none", []) == 0
