@@ -1,8 +1,8 @@
 """Large transfers over loopback tcp between two processes, beside plain C and iperf3 on the same sockets.
 
 Each round runs every contestant once, so a slow moment of the machine meets all of them; the table shows medians and
-their share of the plain C reference (`benchmarks/ref/tcp_ref.c`: one connection, blocking sendmsg and recvmsg, same congestion
-control). ``KVXFER_BENCH_STREAMS`` and ``KVXFER_BENCH_THREADS`` try other settings of the transport.
+their share of the plain C reference (`benchmarks/ref/tcp_ref.c`: one connection, blocking sendmsg and recvmsg, same
+congestion control). ``KVXFER_BENCH_STREAMS`` and ``KVXFER_BENCH_THREADS`` try other settings of the transport.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ async def connected() -> AsyncIterator[Initiator]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     initiator = Initiator()
     try:
         await initiator.connect(json.loads(await process.stdout.readline()))

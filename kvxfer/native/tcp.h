@@ -40,10 +40,11 @@ typedef struct tcp_peer tcp_peer;
 typedef struct tcp_xfer tcp_xfer;
 typedef struct tcp_transport tcp_transport;
 
-/* What one thread of an owner does to memory is ordered with what another does by the frames between them: data was read before
- * its frame left, the next request came after. That order runs through the kernel and another process, where the thread sanitizer cannot
- * see it, so in its builds every frame that leaves also releases, and every request acquires, one atomic. It also takes note
- * of what sendmsg reads only after the call, when the answer may have come already: there the reads are told before. */
+/* What one thread of an owner does to memory is ordered with what another does by the frames between them: data was
+ * read before its frame left, the next request came after. That order runs through the kernel and another process,
+ * where the thread sanitizer cannot see it, so in its builds every frame that leaves also releases, and every request
+ * acquires, one atomic. It also takes note of what sendmsg reads only after the call, when the answer may have come
+ * already: there the reads are told before. */
 #if defined(__SANITIZE_THREAD__)
 extern _Atomic uint64_t kvx_tcp_order;
 void __tsan_read_range(void *address, long length);
