@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
-    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths")),
+    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths", "identity")),
     Layer(
         name="pure",
         modules=(
@@ -35,8 +35,20 @@ LAYERS = (
         name="asyncio",
         modules=(
             *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
-            *("forward", "dispatch", "landing", "metrics", "server"),
-            *("memory", "region", "transfer", "dataplane", "control", "exchange", "offer", "push", "publish", "adopt"),
+            *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
+            *(
+                "memory",
+                "region",
+                "transfer",
+                "reach",
+                "dataplane",
+                "control",
+                "exchange",
+                "offer",
+                "push",
+                "publish",
+                "adopt",
+            ),
             *("sharing", "notifications", "mailboxes", "peer", "client"),
         ),
     ),
