@@ -355,22 +355,16 @@ class Client:
 
     # -- settling ---------------------------------------------------------------------------------------------
 
-    def release_when_quiet(self, span: SpanHandle, quiet: Sequence[asyncio.Future[Event]]) -> None:
-        """End a quarantine when the engine says that no peer can move a byte (never because time passed)."""
-        left = sum(not future.done() for future in quiet)
-        if not left:
-            self.ledger.release(span)
-            return
+    def release_when_quiet(
+        self, span: SpanHandle, quiet: Sequence[asyncio.Future[Event]]
+    ) -> asyncio.Future[list[Event]]:
+        """End a quarantine when the engine says that no peer can move a byte (never because time passed).
 
-        def one_less(_: asyncio.Future[Event]) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.ledger.release(span)
-
-        for future in quiet:
-            if not future.done():
-                future.add_done_callback(one_less)
+        The future resolves after the blocks are free again.
+        """
+        all_quiet = asyncio.gather(*quiet)
+        all_quiet.add_done_callback(lambda _: self.ledger.release(span))
+        return all_quiet
 
     def release_when_settled(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
         """End a quarantine when all transfers are settled."""

@@ -18,7 +18,7 @@ from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
-from kvxfer.planner import Plan
+from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
 
 POSTING_VERSION = 1
@@ -65,6 +65,21 @@ class Posting:
             )
         except KeyError as missing:
             raise ProtocolError(f"the peer's posting lacks {missing}") from missing
+
+
+def complete_plan(source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable) -> Plan:
+    """The plan, refused unless it fills every position that the target expects: the rest would be somebody's old
+    bytes.
+    """
+    made = plan(source, source_table, target, target_table)
+    if not made.complete:
+        raise GeometryMismatch(
+            "the source does not hold every token that the target expects",
+            field="tokens",
+            source=f"{source_table.first_token}..{source_table.first_token + source_table.tokens}",
+            target=f"{target_table.first_token}..{target_table.first_token + target_table.tokens}",
+        )
+    return made
 
 
 def unpack_map(body: bytes, what: str) -> dict[str, Any]:

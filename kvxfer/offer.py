@@ -70,7 +70,7 @@ class Landing:
         self._error: KvxferError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._quiet: list[asyncio.Future[Event]] = []
+        self._quiet: asyncio.Future[list[Event]] | None = None
         self._closed = False
         self.request_id = request_id
         self.committed = False
@@ -133,10 +133,10 @@ class Landing:
 
         Until then the blocks stay quarantined and cannot be offered again.
         """
-        waiting = [future for future in self._quiet if not future.done()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout)
-        return all(future.done() for future in self._quiet)
+        if self._quiet is None:
+            return True
+        await asyncio.wait([self._quiet], timeout=timeout)
+        return self._quiet.done()
 
     # -- what happens to it -----------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class Landing:
         if self._span is None:
             return
         span, self._span = self._span, None
-        self._quiet = [self._client.plane.revoke_in_background(grant) for grant in self._grants]
+        revokes = [self._client.plane.revoke_in_background(grant) for grant in self._grants]
         self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
-        self._client.release_when_quiet(span, self._quiet)
+        self._quiet = self._client.release_when_quiet(span, revokes)
         self._wake()
 
     def _stop_timer(self) -> None:

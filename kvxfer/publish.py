@@ -18,10 +18,10 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import KvxferError, PeerLost, TransferCancelled, TransferError, UsageError, from_code
-from kvxfer.exchange import Posting, layer_parts
+from kvxfer.exchange import Posting, complete_plan, layer_parts
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.planner import Plan, plan
+from kvxfer.planner import Plan
 from kvxfer.region import KVCache
 from kvxfer.transfer import Transfer, settle_within
 from kvxfer.wire.messages import Claim, PostingEvent
@@ -235,7 +235,7 @@ class Pull:
         claim, body = await control.claim(message, deadline, self._on_claim)
         try:
             peer = Posting.unpack(body)
-            mapping = plan(peer.layout, peer.table, self._cache.layout, self._table)
+            mapping = complete_plan(peer.layout, peer.table, self._cache.layout, self._table)
             transport = await self._read(mapping, peer, deadline)
             await self._release(peer, claim, deadline)
         except BaseException as error:

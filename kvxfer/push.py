@@ -20,10 +20,10 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, TransferCancelled, UsageError, from_code
-from kvxfer.exchange import Posting, layer_bytes, layer_parts, unpack_map
+from kvxfer.exchange import Posting, complete_plan, layer_bytes, layer_parts, unpack_map
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
-from kvxfer.planner import Plan, contiguous_layout, plan
+from kvxfer.planner import Plan, contiguous_layout
 from kvxfer.region import KVCache
 from kvxfer.transfer import Transfer, settle_within
 from kvxfer.wire.messages import Claim, Land, PostingEvent
@@ -75,7 +75,7 @@ class Push:
         self._deadline = Deadline.after(self._timeout)
         self._claim, self._peer = await self._rendezvous(self._deadline)
         try:
-            self._plan = plan(self._cache.layout, self._table, self._peer.layout, self._peer.table)
+            self._plan = complete_plan(self._cache.layout, self._table, self._peer.layout, self._peer.table)
             for descriptor in self._peer.descriptors:
                 info = await self._client.plane.prepare(descriptor)
                 self.transport = info.name

@@ -175,5 +175,10 @@ class KVCache:
                 value=highest,
                 limit=len(found) - 1,
             )
+        for index, needed in layout.region_bytes().items():
+            if found[index].length < needed:
+                raise GeometryMismatch(
+                    "the layout does not fit into its region", field="region", value=found[index].length, needed=needed
+                )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)

@@ -142,7 +142,7 @@ async def test_a_used_ticket_is_unknown() -> None:
 
 
 async def test_an_expired_ticket_says_so_and_moves_nothing() -> None:
-    async with two_nodes(["tcp"]) as (a, b):
+    async with two_nodes(["shm"]) as (a, b):
         source, source_table, sink, sink_table = await prepared(a, b)
         async with a.publish("r1", source, source_table, lease_s=0.2) as ticket:
             kept = ticket.to_dict()
@@ -208,6 +208,28 @@ async def test_a_receiver_that_leaves_ends_the_push(transport: str) -> None:
         assert told.value.code in ("cancelled", "revoked", "unknown_transfer")
         assert np.array_equal(before, sink.regions[0].array), "bytes moved after the landing was left"
         await gauges_are_clean(b)
+
+
+async def test_a_source_that_lacks_tokens_is_refused_before_a_byte_moves() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, _ = await prepared(a, b)
+        longer = scattered(2, POOL, TOKENS + 20, 16)
+        async with b.offer("r1", sink, longer) as landing:
+            with pytest.raises(GeometryMismatch, match="tokens"):
+                await a.push("r1", to=b.addresses, cache=source, table=source_table).__aenter__()
+            with pytest.raises(GeometryMismatch):
+                await landing.wait()
+        async with a.publish("r2", source, source_table, lease_s=2) as ticket:
+            with pytest.raises(GeometryMismatch, match="tokens"):
+                await b.pull(ticket.to_dict(), sink, longer)
+        assert not sink.regions[0].array.any()
+
+
+async def test_a_layout_larger_than_its_region_is_refused() -> None:
+    async with kvxfer.local() as client:
+        layout, length = kvxfer.contiguous_layout(small_geometry(), POOL)
+        with pytest.raises(GeometryMismatch, match="region"):
+            kvxfer.KVCache(layout, await client.alloc(length - 1))
 
 
 async def test_blocks_cannot_be_offered_twice() -> None:
