@@ -1,0 +1,259 @@
+/* shm.h: private to the shm transport (transport_shm.c shm_link.c shm_owner.c shm_peer.c shm_map.c shm_copy.c).
+ *
+ * The initiator moves every byte by itself; the socket between two engines carries only who may and who no longer may.
+ * A shared region travels as a file descriptor and is mapped, memory of the user is reached by cross-memory attach.
+ *
+ * One progress thread owns all sockets: it receives, tears down and frees. Other threads may send (link->tx_lock) and
+ * copy. shm->lock guards everything else that is not atomic; it is never held while memory is copied or unmapped.
+ * Lock order: shm->lock, then tx_lock, then the core's.
+ *
+ * What makes a revoke safe is import->users: whoever touches the memory counts itself in and out. Shutting the import
+ * sets a bit beside that number, from then on nobody comes in; the last one out reports, and only then is the memory
+ * unmapped and the owner told. */
+#ifndef KVX_SHM_H
+#define KVX_SHM_H
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "auth.h"
+#include "table.h"
+#include "transport.h"
+
+#define SHM_MAGIC        0x4d53564bu /* "KVSM" */
+#define SHM_VERSION      1
+#define SHM_UNPROVED_MAX 64                   /* accepted connections that have not said HELLO yet */
+#define SHM_TX_MAX       1024                 /* answers queued on a connection: from then on it is not read */
+#define SHM_READS_MAX    32                   /* messages of one connection before others get their turn */
+#define SHM_RETRY_MS     5                    /* connect again when the listener's queue is full */
+#define SHM_ACCEPT_MS    100                  /* accept again after running out of descriptors */
+#define SHM_GRANULE      (UINT64_C(2) << 20)  /* page tables are filled for so much at once */
+#define SHM_POPULATE_MAX (UINT64_C(1) << 20)  /* a smaller import is filled at once, in the progress thread */
+#define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* a larger one is unmapped by the copy pool */
+#define SHM_SHUT         0x80000000u          /* in shm_import.users */
+
+enum shm_type {
+    SHM_HELLO = 1, /* both ways, first */
+    SHM_IMPORT,    /* initiator: may I use this grant? */
+    SHM_IMPORTED,  /* owner: yes (and its memfd, or its address), or why not */
+    SHM_REVOKE,    /* owner: stop using it */
+    SHM_REVOKED,   /* initiator: nothing of it is in use or mapped any more */
+    SHM_DROP,      /* initiator: the same, by its own wish */
+    SHM_NOTIFY,    /* initiator: tell your user this */
+    SHM_NOTIFIED,  /* owner: queued, or why not */
+    SHM_BYE,       /* the sender goes on purpose */
+    SHM_TYPES
+};
+
+enum shm_how { SHM_NOT = 0, SHM_BY_MAPPING = 1, SHM_BY_ATTACH = 2 };
+
+/* All messages have this one form; what a type does not use is zero. The code at the end is made with the key of the
+ * grant that the message is about (auth.h), over both nonces, the direction and the message; zero where there is none.
+ */
+typedef struct shm_message {
+    uint32_t magic;
+    uint8_t version;
+    uint8_t type;
+    uint16_t how;
+    uint64_t counter; /* from 1, per direction */
+    int32_t status;
+    int32_t sys_errno;
+    uint64_t handle; /* the initiator's name for the import */
+    union {
+        struct {
+            uint8_t nonce[KVX_NONCE_BYTES];
+            uint8_t engine_id[KVX_ID_BYTES];
+        } hello;
+        struct {
+            uint64_t grant, generation, length;
+            uint32_t access, zero;
+        } import;
+        struct {
+            uint64_t at; /* offset in the memfd, or address in the owner's process */
+            uint64_t probe_address;
+            uint8_t probe[KVX_NONCE_BYTES]; /* what lies there */
+        } imported;
+        struct {
+            uint64_t token, tag, value, zero;
+        } notify;
+    };
+    uint8_t mac[KVX_MAC_BYTES];
+} shm_message;
+_Static_assert(sizeof(shm_message) == 80, "a message has no padding");
+
+typedef struct shm_transport shm_transport;
+typedef struct shm_peer shm_peer;
+typedef struct shm_link shm_link;
+
+typedef struct shm_packet {
+    struct shm_packet *next;
+    int fd; /* to pass on, or -1 */
+    shm_message message;
+} shm_packet;
+
+enum shm_link_state {
+    SHM_GREETING, /* waiting for the other side's HELLO */
+    SHM_OPEN,
+    SHM_LINGER, /* we hung up on an initiator that may still be copying: its grants are quiet when it is gone */
+    SHM_DEAD
+};
+
+struct shm_link {
+    shm_transport *shm;
+    shm_peer *peer; /* of a dialler */
+    enum shm_link_state state;
+    uint8_t nonce_mine[KVX_NONCE_BYTES], nonce_theirs[KVX_NONCE_BYTES];
+    uint64_t rx_counter;
+    uint64_t deadline_ms; /* of the greeting */
+    pid_t pid;
+    kvx_table attached; /* of an acceptor: handle -> shm_attach */
+    bool said_bye;
+    bool held;   /* held_message waits for room in the notification queue */
+    bool parked; /* not watched, although there may be something to read */
+    shm_message held_message;
+
+    pthread_mutex_t tx_lock;
+    int fd;
+    uint64_t tx_counter;
+    shm_packet *tx_first, *tx_last;
+    uint32_t tx_count;
+    bool reading;
+    bool broken;
+
+    struct shm_link *previous, *next;
+    struct shm_link *grave_next;
+};
+
+/* An initiator's use of one of our grants. */
+typedef struct shm_attach {
+    shm_link *link;
+    uint64_t handle;
+    uint64_t grant;
+    uint8_t key[KVX_KEY_BYTES];
+    kvx_grant *revoked; /* by the core, which waits for it to be quiet */
+    bool asked;         /* REVOKE was sent */
+    bool by_attach;
+    struct shm_attach *previous, *next; /* of the same grant, on all links */
+} shm_attach;
+
+typedef struct shm_import {
+    kvx_import *import; /* NULL once the core let go of it */
+    shm_peer *peer;
+    uint64_t handle;
+    uint64_t length;
+    uint8_t key[KVX_KEY_BYTES];
+    _Atomic uint32_t users; /* and SHM_SHUT */
+    _Atomic int why;        /* it was shut */
+    bool pending;           /* import_done is still to come */
+    bool attached;          /* the owner counts us */
+    bool idle;              /* shut, and the last user is out */
+    bool revoke;            /* the owner asked for it back */
+    bool taken_back;        /* and got it */
+    bool retiring;          /* being unmapped for good */
+    bool working;           /* a job in the copy pool does one of these two */
+    enum shm_how how;
+    uint8_t *remote; /* start of the grant: in our mapping, or in the owner's address space */
+    uint8_t *base;   /* of the mapping, on a page boundary */
+    uint64_t mapped;
+    int protection;
+    _Atomic uint64_t *filled; /* a bit per granule whose page tables were filled; NULL = no need */
+    kvx_job job;
+    struct shm_import *previous, *next; /* of the peer */
+} shm_import;
+
+struct shm_peer {
+    shm_transport *shm;
+    kvx_peer *peer;
+    shm_link *link;
+    char path[KVX_ENDPOINT_MAX];
+    uint64_t deadline_ms; /* of the connect; 0 = over */
+    uint64_t retry_ms;
+    bool other_host, malformed;
+    bool told;      /* connect_done was called */
+    bool connected; /* with KVX_OK */
+    bool lost, lost_told, closing;
+    pid_t pid;
+    shm_import *imports;
+    kvx_table by_handle;
+    kvx_table awaiting; /* token -> kvx_op: copied, NOTIFIED is still to come */
+    bool todo_queued;
+    struct shm_peer *todo_next;
+    struct shm_peer *previous, *next;
+};
+
+struct shm_transport {
+    kvx_core *core;
+    uint32_t slot;
+    const kvx_engine_config *config;
+    kvx_transport_counters *counters;
+    int epoll_fd, wake_fd, listen_fd;
+    char boot_id[33];
+    char path[KVX_ENDPOINT_MAX];
+    char endpoint[KVX_ENDPOINT_MAX];
+    uint64_t page;
+    uint8_t probe[KVX_NONCE_BYTES]; /* what initiators look for in our memory */
+    pthread_mutex_t lock;
+    kvx_table grants; /* grant -> first shm_attach */
+    shm_link *links;  /* acceptors */
+    shm_peer *peers;
+    shm_peer *todo;
+    shm_link *graveyard;
+    uint32_t accepted, unproved;
+    bool accept_paused;
+    bool closing;
+    uint64_t accept_retry_ms;
+    uint64_t deadline_ms; /* the next one of any link or peer, 0 = none */
+};
+
+/* shm_link.c: sockets and messages */
+shm_link *kvx_shm_link_new(shm_transport *shm, int fd, shm_peer *peer);
+void kvx_shm_link_free(shm_link *link);
+bool kvx_shm_link_watch(shm_link *link);
+void kvx_shm_link_unwatch(shm_link *link); /* until _watch */
+/* Sends or queues; takes the descriptor. Never fails: a link that cannot send breaks, and ends on the progress thread.
+ */
+void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int fd);
+bool kvx_shm_authentic(const shm_link *link, const shm_message *message, const uint8_t key[KVX_KEY_BYTES]);
+void kvx_shm_hello(shm_link *link, int status);
+void kvx_shm_link_event(shm_link *link, uint32_t events);
+void kvx_shm_link_read(shm_link *link, bool on);
+void kvx_shm_link_close(shm_link *link);    /* the socket, not the structure */
+bool kvx_shm_trusted(int fd, pid_t *pid_p); /* the same user, or root */
+void kvx_shm_deadline(shm_transport *shm, uint64_t at_ms);
+
+/* shm_owner.c: what initiators ask of us; false = they broke the protocol */
+bool kvx_shm_owner_message(shm_link *link, const shm_message *message);
+void kvx_shm_owner_held(shm_link *link);
+void kvx_shm_owner_hang_up(shm_link *link); /* they broke it, or were too slow */
+void kvx_shm_owner_end(shm_link *link);     /* their end is closed */
+int kvx_shm_owner_revoke(shm_transport *shm, kvx_grant *grant);
+void kvx_shm_owner_close(shm_transport *shm);
+
+/* shm_peer.c: what we ask of owners */
+int kvx_shm_peer_connect(void *transport, kvx_peer *peer);
+int kvx_shm_peer_close(void *transport, kvx_peer *peer, kvx_import *import);
+int kvx_shm_mem_import(void *transport, kvx_import *import);
+bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p);
+void kvx_shm_peer_end(shm_link *link, int status, int sys_errno); /* the connection is gone */
+void kvx_shm_peer_todo(shm_peer *peer);
+void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms);
+void kvx_shm_peer_cancelled(shm_peer *peer);
+void kvx_shm_peer_sweep(shm_peer *peer); /* in close: complete and free everything */
+void kvx_shm_todo(shm_peer *peer);       /* with the lock held: have the progress thread look at it */
+/* The op's bytes are where they belong: tell the owner, and complete when it has queued that. */
+void kvx_shm_notify(shm_import *import, kvx_op *op);
+
+/* shm_map.c: imported memory */
+int kvx_shm_map(shm_transport *shm, shm_import *import, int fd, uint64_t offset, int *errno_p);
+int kvx_shm_probe(const shm_import *import, const shm_message *message, int *errno_p);
+void kvx_shm_fill(shm_import *import, uint64_t offset, uint64_t length);
+void kvx_shm_take_back(shm_import *import); /* the mapping stays readable, but is ours: zeros */
+void kvx_shm_unmap(shm_import *import);
+bool kvx_shm_enter(shm_import *import);
+void kvx_shm_leave(shm_import *import);
+void kvx_shm_shut(shm_import *import, int why); /* with the lock held */
+
+/* shm_copy.c: operations */
+int kvx_shm_submit(void *transport, kvx_op *op);
+
+#endif
