@@ -198,7 +198,7 @@ class Speaker:
             length=length,
             tag=tag,
             value=value,
-            segments=tuple(struct.iter_unpack("<QQ", listed)),  # type: ignore[arg-type]
+            segments=tuple(struct.iter_unpack("<QQ", listed)),
             payload=payload,
             trailer_status=trailer_status,
             proved=proved,

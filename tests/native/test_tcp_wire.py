@@ -5,6 +5,7 @@ accepts, and that nothing else touches a byte.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ async def test_rights(access: int, kind: Type) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"value": LENGTH + 1}, {"tag": 3}])
-async def test_an_import_may_not_claim_too_much(changes: dict[str, int]) -> None:
+async def test_an_import_may_not_claim_too_much(changes: dict[str, Any]) -> None:
     async with owner(access=READ) as one, await greeted(one) as speaker:
         speaker.send(one.frame(Type.ATTACH, **changes), one.key)
         assert (await speaker.frame(one.key)).status in (Status.RANGE, Status.ACCESS)
@@ -168,7 +169,7 @@ async def test_an_answer_of_ours_is_no_request() -> None:
 @pytest.mark.parametrize(
     ("changes", "status"), [({"grant": 999999}, Status.UNKNOWN), ({"generation": 1}, Status.STALE)]
 )
-async def test_unknown_and_stale(changes: dict[str, int], status: Status) -> None:
+async def test_unknown_and_stale(changes: dict[str, Any], status: Status) -> None:
     async with owner() as one, await greeted(one) as speaker:
         before = one.bytes.copy()
         speaker.send(one.frame(Type.PUT, (0, 100), payload=b"x" * 100, **changes), one.key)
@@ -204,11 +205,13 @@ async def test_revoke_while_the_reader_stalls() -> None:
         seen = []
         for index in range(32):
             answer = await speaker.frame(one.key)
-            assert (answer.index, answer.proved) == (index, True)
+            assert answer.index == index
+            assert answer.proved or answer.flags == kvxd.F_BARE, "asked before the revoke, or after it"
             seen.append(answer.status or answer.trailer_status)
             assert b"\xee" * 64 not in answer.payload
-        assert Status.REVOKED in seen
-        assert seen == sorted(seen), "whole frames first, then none"
+        assert set(seen) <= {0, Status.REVOKED, Status.UNKNOWN}
+        assert seen[-1] != 0
+        assert not any(seen[: seen.count(0)]), "whole frames first, then none"
 
 
 async def test_goodbye_and_loss() -> None:
