@@ -1,4 +1,4 @@
-"""An owner for the tests of the tcp data path: an engine whose grant lies between memory that nobody may touch."""
+"""Both sides for the tests of the tcp data path. The owner's grant lies between memory that nobody may touch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.native.engine import Event
 from tests.native import kvxd
 from tests.native.conformance import BOTH, KIB, MIB, Side, short_directory, within
 from tests.native.kvxd import Frame, Speaker, Type
 
 LENGTH = 64 * KIB
+KEY = bytes(range(16))
 
 
 class Owner(Side):
@@ -86,3 +88,33 @@ async def eventually(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
     await within(poll())
+
+
+@asynccontextmanager
+async def initiator(**changes: Any) -> AsyncIterator[Side]:
+    with short_directory() as directory:
+        side = Side(directory, ("tcp",), **({"tcp_streams": 1, "connect_ms": 500} | changes))
+        try:
+            yield side
+        finally:
+            side.close()
+
+
+async def connect(side: Side, endpoint: str) -> tuple[int, Event]:
+    peer, done = side.engine.connect(1, endpoint)
+    return peer, await within(done)
+
+
+async def import_(side: Side, peer: int, **changes: Any) -> tuple[int, Event]:
+    values: dict[str, Any] = {"grant": 1, "generation": 2, "length": 8 * MIB, "access": 3, "key": KEY}
+    handle, done = side.engine.import_(peer, **(values | changes))
+    return handle, await within(done)
+
+
+async def wired(side: Side, one: Owner) -> tuple[int, int]:
+    peer, event = await connect(side, one.endpoint)
+    assert event.status == 0
+    values = {"grant": one.grant.id, "generation": one.grant.generation, "length": one.length, "key": one.key}
+    handle, event = await import_(side, peer, **values)
+    assert event.status == 0
+    return peer, handle
