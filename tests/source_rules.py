@@ -341,9 +341,11 @@ def mirrored(test: str, sources: set[str], exempt: Iterable[str]) -> list[str]:
     if stem.startswith(("examples/", "benchmarks/", "tools/")):
         candidates = [stem]
     else:
+        folder, _, name = stem.removesuffix(".py").rpartition("/")
+        begin = name.partition("_")[0]  # native/test_tcp_hostile.py is about a transport that fills several files
         candidates = [f"kvxfer/{stem}", f"kvxfer/{stem[:-3]}/__init__.py", f"kvxfer/{stem[:-3]}.c"]
-    return (
-        []
-        if any(name in sources for name in candidates)
-        else [at(test, 1, f"mirrors no module (looked for {candidates[0]})")]
-    )
+        candidates += [f"kvxfer/{folder}/__init__.py"] if name == "init" else []
+        candidates += [f"kvxfer/{folder}/transport_{begin}.c"]
+    if any(name in sources for name in candidates):
+        return []
+    return [at(test, 1, f"mirrors no module (looked for {candidates[0]})")]
