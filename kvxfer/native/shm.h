@@ -149,13 +149,14 @@ typedef struct shm_import {
     bool idle;              /* shut, and the last user is out */
     bool revoke;            /* the owner asked for it back */
     bool taken_back;        /* and got it */
+    bool viewed;            /* the application looks at the mapping */
     bool retiring;          /* being unmapped for good */
     bool working;           /* a job in the copy pool does one of these two */
     enum shm_how how;
     uint8_t *remote; /* start of the grant: in our mapping, or in the owner's address space */
     uint8_t *base;   /* of the mapping, on a page boundary */
     uint64_t mapped;
-    int protection;
+    bool writable;
     _Atomic uint64_t *filled; /* a bit per granule whose page tables were filled; NULL = no need */
     kvx_job job;
     struct shm_import *previous, *next; /* of the peer */
@@ -247,7 +248,7 @@ void kvx_shm_notify(shm_import *import, kvx_op *op);
 int kvx_shm_map(shm_transport *shm, shm_import *import, int fd, uint64_t offset, int *errno_p);
 int kvx_shm_probe(const shm_import *import, const shm_message *message, int *errno_p);
 void kvx_shm_fill(shm_import *import, uint64_t offset, uint64_t length);
-void kvx_shm_take_back(shm_import *import); /* the mapping stays readable, but is ours: zeros */
+void kvx_shm_hide(shm_import *import); /* with the lock held: before it is unmapped, while the core knows it */
 void kvx_shm_unmap(shm_import *import);
 bool kvx_shm_enter(shm_import *import);
 void kvx_shm_leave(shm_import *import);

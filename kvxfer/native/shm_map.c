@@ -1,9 +1,7 @@
 /* shm_map.c: imported memory, from the owner's descriptor to the last byte unmapped.
  *
  * A mapping is made at the import; its page tables are filled 2 MiB at a time by the first copy that comes along, since
- * filling them for all of a large cache would make the import take seconds. When the owner takes the memory back, zeros
- * of our own take its place at the same addresses: whoever still holds a view of an adopted mapping reads zeros instead
- * of dying. */
+ * filling them for all of a large cache would make the import take seconds. */
 #define _GNU_SOURCE
 #include "shm.h"
 
@@ -101,7 +99,7 @@ int kvx_shm_map(shm_transport *shm, shm_import *import, int fd, uint64_t offset,
     }
     import->base = base;
     import->mapped = mapped;
-    import->protection = protection;
+    import->writable = write;
     import->remote = (uint8_t *)base + (offset - begin);
     import->import->mapping = import->remote;
     return KVX_OK;
@@ -121,24 +119,19 @@ void kvx_shm_fill(shm_import *import, uint64_t offset, uint64_t length) {
         atomic_fetch_or_explicit(word, bit, memory_order_relaxed);
         uint64_t begin = granule * SHM_GRANULE, left = import->mapped - begin;
         (void)madvise(import->base + begin, left < SHM_GRANULE ? left : SHM_GRANULE,
-                      import->protection & PROT_WRITE ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+                      import->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
     }
 }
 
-void kvx_shm_take_back(shm_import *import) {
-    if (import->base == NULL) {
-        return;
-    }
-    void *zeros = mmap(import->base, import->mapped, import->protection,
-                       MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (zeros == MAP_FAILED) {
-        kvx_shm_unmap(import);
+void kvx_shm_hide(shm_import *import) {
+    if (import->import != NULL && import->import->mapping != NULL) {
+        import->viewed = kvx_mapping_hide(import->import);
     }
 }
 
 void kvx_shm_unmap(shm_import *import) {
     if (import->base != NULL) {
-        munmap(import->base, import->mapped);
+        kvx_mapping_drop(import->base, import->mapped, import->viewed);
         import->base = NULL;
     }
 }

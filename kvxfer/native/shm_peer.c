@@ -357,11 +357,7 @@ static void give_back(shm_import *import) {
     shm_transport *shm = peer->shm;
     bool whole = import->retiring;
     shm_message message = {.handle = import->handle};
-    if (whole) {
-        kvx_shm_unmap(import);
-    } else {
-        kvx_shm_take_back(import);
-    }
+    kvx_shm_unmap(import);
     pthread_mutex_lock(&shm->lock);
     if (import->attached && peer->link != NULL) {
         import->attached = false;
@@ -403,6 +399,7 @@ static shm_import *next_to_give_back(shm_peer *peer) {
         if (whole || (import->revoke && !import->taken_back)) {
             import->retiring = whole;
             import->working = true;
+            kvx_shm_hide(import);
             return import;
         }
     }
@@ -539,6 +536,7 @@ int kvx_shm_peer_close(void *transport, kvx_peer *kvx, kvx_import *let_go) {
     pthread_mutex_lock(&shm->lock);
     if (let_go != NULL) {
         shm_import *import = let_go->transport_data;
+        kvx_shm_hide(import);
         import->import = NULL;
         kvx_shm_shut(import, KVX_E_NO_IMPORT);
     } else {
@@ -579,6 +577,7 @@ void kvx_shm_peer_sweep(shm_peer *peer) {
     while (peer->imports != NULL) {
         shm_import *import = peer->imports;
         peer->imports = import->next;
+        kvx_shm_hide(import);
         kvx_shm_unmap(import);
         free((void *)import->filled);
         free(import);

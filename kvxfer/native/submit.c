@@ -266,7 +266,7 @@ void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int 
     KVX_ASSERT(bytes <= op->bytes && segment < (int)op->count);
     kvx_event event = {
         .kind = KVX_EV_TRANSFER,
-        .status = status,
+        .status = status == KVX_OK ? op->injected : status,
         .token = op->token,
         .id = op->import->id,
         .tag = op->tag,

@@ -83,6 +83,7 @@ struct kvx_op {
     uint64_t tag, value;
     _Atomic bool cancelled; /* look at it between chunks */
     bool corrupt; /* test seam, set by the fault transport: flip one bit of the first byte that this op delivers */
+    int injected; /* test seam, likewise: the status that the op ends with when all went well */
     void *transport_data;
 };
 
@@ -159,8 +160,8 @@ void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread);
 const kvx_engine_config *kvx_core_config(const kvx_core *core);
 /* Before a transport takes import->mapping away: nobody new gets to see it. True: the application looks at it. */
 bool kvx_mapping_hide(kvx_import *import);
-/* munmap; or, for memory that the application looks at, zeros in its place: the pages go, the addresses stay, and a late
- * look does not end the process. */
+/* munmap; or, for memory that the application looks at, zeros in its place: the pages go, the addresses stay, and a
+ * late look does not end the process. */
 void kvx_mapping_drop(void *base, uint64_t length, bool viewed);
 kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot);
 uint64_t kvx_now_ms(void); /* CLOCK_MONOTONIC */

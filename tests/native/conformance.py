@@ -23,7 +23,7 @@ import pytest_asyncio
 
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, OpKind, RegionInfo
 
-TRANSPORTS = ("loop", "shm", "tcp")
+TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
 LIMIT_S = 10.0
 READ, WRITE, BOTH = 1, 2, 3
 KIB, MIB = 1024, 1 << 20
