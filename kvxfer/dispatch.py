@@ -199,8 +199,18 @@ class Dispatcher:
             self.forwarding.forward(link, message)
             return
         source = link.peer.node_id or self._node_id
-        now = self._clock()
-        self.run(self.registry.mail(now, link, message.rid, channel=message.channel, data=message.data, source=source))
+        now, rid = self._clock(), message.rid
+        actions = self.registry.mail(now, link, rid, channel=message.channel, data=message.data, source=source)
+        if any(isinstance(action, act.Deliver) and self._is_slow(action) for action in actions):
+            # Nothing was held for a listener, so leaving its delivery out undoes the mail: the sender may try again.
+            self.run(action for action in actions if not isinstance(action, act.Deliver | act.Done))
+            raise PeerBackpressure("the listener does not keep up", channel=message.channel)
+        self.run(actions)
+
+    def _is_slow(self, action: act.Deliver) -> bool:
+        """Half of the queue stays free for what must not be refused."""
+        limit = self._config.link_queue_bytes_max // 2
+        return isinstance(action.link, Link) and action.link.queued_bytes + len(action.data) > limit
 
     def _on_listen(self, link: Link, message: m.Listen) -> None:
         self.run(self.registry.listen(self._clock(), link, message.rid, channel=message.channel))

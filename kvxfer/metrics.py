@@ -8,6 +8,7 @@ series does not grow with peers, workers or requests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ class EngineCounters:
     def add_file(self, key: object, path: str, directory: Path) -> None:
         """The same for another process's file, which must lie in the daemon's own directory."""
         file = Path(path)
-        if path and file.parent == directory:
-            self.add(key, lambda: read_counters(file))
+        with contextlib.suppress(OSError):  # no such directory: nothing to read
+            if path and file.parent.samefile(directory):
+                self.add(key, lambda: read_counters(file))
 
     def remove(self, key: object) -> None:
         """The engine is gone; what it has counted stays."""

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, KvxferError, PeerUnreachable, ResourceExhausted, TransferTimeout
+from kvxfer.errors import (
+    ClosedError,
+    IdentityMismatch,
+    KvxferError,
+    PeerUnreachable,
+    ResourceExhausted,
+    TransferTimeout,
+)
 from kvxfer.link import Link
 from kvxfer.tasks import TaskOwner
 
@@ -202,7 +209,7 @@ class Pool:
     async def _attempt(self, peer: _Peer, result: asyncio.Future[Link]) -> None:
         self.connects += 1
         try:
-            link = await self._dial(peer.addresses, peer.node_id)
+            link = await self._dial_making_room(peer)
         except KvxferError as failure:
             self._failed(peer, failure)
             if not result.done():
@@ -219,6 +226,17 @@ class Pool:
             return
         peer.breaker.succeeded()
         result.set_result(self._settle(peer, link))
+
+    async def _dial_making_room(self, peer: _Peer) -> Link:
+        """When this process is out of descriptors, idle links are given up for it, one at a time."""
+        while True:
+            try:
+                return await self._dial(peer.addresses, peer.node_id)
+            except ResourceExhausted:
+                evicted = self._evict(peer)
+                if evicted is None:
+                    raise
+                await evicted.wait_closed()
 
     def _settle(self, peer: _Peer, link: Link) -> Link:
         """Make ``link`` the peer's one link, unless another entry turned out to be the same process."""
@@ -242,6 +260,11 @@ class Pool:
         peer.connecting = None
         self.connect_failures += 1
         now = self._clock()
+        if isinstance(failure, ResourceExhausted):
+            self._retry_later(peer, self._backoff_s)
+            return  # this process's trouble, not the peer's
+        if isinstance(failure, IdentityMismatch):  # whatever was known by these addresses is somebody else now
+            self._aliases = {alias: key for alias, key in self._aliases.items() if key != peer.key}
         peer.last_error = str(failure)
         backoff_s = peer.breaker.failed(now, self._rng.random())
         if now - peer.logged_at >= LOG_EVERY_S:
@@ -305,16 +328,20 @@ class Pool:
 
     def _make_room(self, wanted: _Peer) -> None:
         holding = [peer for peer in self._peers.values() if peer.live or peer.connecting is not None]
-        if len(holding) < self._links_max:
-            return
-        idle = [peer for peer in holding if not self._busy(peer) and peer is not wanted]
-        if not idle:
+        if len(holding) >= self._links_max and self._evict(wanted) is None:
             raise ResourceExhausted("every peer link is in use", peer=wanted.key, limit=self._links_max, retryable=True)
+
+    def _evict(self, wanted: _Peer) -> Link | None:
+        """Close the link that was idle for longest; None when all are in use."""
+        idle = [peer for peer in self._peers.values() if peer.live and not self._busy(peer) and peer is not wanted]
+        if not idle:
+            return None
         oldest = min(idle, key=lambda peer: peer.used_at)
         assert oldest.link is not None
         link, oldest.link = oldest.link, None
         self.evicted += 1
         link.start_close("idle, made room for another peer")
+        return link
 
     def _forget_oldest(self) -> None:
         limit = self._links_max * ENTRIES_PER_LINK

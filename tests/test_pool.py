@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, KvxferError, PeerUnreachable, ResourceExhausted, TransferTimeout
+from kvxfer.errors import (
+    ClosedError,
+    IdentityMismatch,
+    KvxferError,
+    PeerUnreachable,
+    ResourceExhausted,
+    TransferTimeout,
+)
 from kvxfer.link import Link, LinkFacts
 from kvxfer.pool import BACKOFF_S_MAX, BREAKER_FAILURES, CLOSED, HALF_OPEN, OPEN, Breaker, Pool
 from kvxfer.tasks import TaskOwner
@@ -202,6 +210,40 @@ async def test_links_in_use_are_not_evicted() -> None:
         assert caught.value.retryable
         r.needed.clear()
         await r.get(three.addresses)
+
+
+async def test_out_of_descriptors_gives_up_an_idle_link_and_blames_nobody() -> None:
+    async with node() as one, node() as two, rig() as r:
+        idle = await r.get(one.addresses)
+        dial, refusals = r.dial, [ResourceExhausted("too many open files", retryable=True)]
+
+        async def scarce(addresses: Sequence[str], node_id: str) -> Link:
+            if refusals:
+                raise refusals.pop()
+            return await dial(addresses, node_id)
+
+        r.pool._dial = scarce
+        second = await r.get(two.addresses)
+        assert idle.closed.done()
+        r.needed.add(second)
+        for _ in range(BREAKER_FAILURES + 1):
+            refusals.append(ResourceExhausted("too many open files", retryable=True))
+            with pytest.raises(ResourceExhausted):
+                await r.get(one.addresses)
+        assert await r.get(one.addresses)
+
+
+async def test_address_that_became_another_node_is_learned() -> None:
+    async with rig() as r:
+        async with node() as before:
+            await r.get(before.addresses)
+            port = before.addresses[0].rpartition(":")[2]
+            await r.get([f"localhost:{port}"], before.node_id)
+            await r.get([f"localhost:{port}"])
+        async with node(listen=f"127.0.0.1:{port}") as after:
+            with contextlib.suppress(IdentityMismatch):
+                await r.get([f"localhost:{port}"])
+            assert (await r.get([f"localhost:{port}"])).peer.node_id == after.node_id
 
 
 async def test_idle_links_are_closed_in_time() -> None:

@@ -20,6 +20,7 @@ from kvxfer.errors import (
     ConfigError,
     IdentityMismatch,
     LeaseExpired,
+    PeerBackpressure,
     PeerDraining,
     PeerIncarnationMismatch,
     PeerUnreachable,
@@ -115,6 +116,23 @@ async def test_mail_is_held_and_delivered() -> None:
         await sender.ask(m.Mail(channel="c", data=b"late"))
         assert [(await listener.inbox.take(m.Delivery)).data for _ in range(2)] == [b"early", b"late"]
         await listener.ask(m.Unlisten(channel="c"))
+
+
+async def test_slow_listener_is_the_senders_business_and_keeps_its_link() -> None:
+    async with node() as server, worker(server) as sender, worker(server) as listener:
+        await listener.ask(m.Listen(channel="c"))
+        listener.link._transport.pause_reading()  # type: ignore[union-attr]
+        sent = 0
+        with pytest.raises(PeerBackpressure, match="listener"):
+            for _ in range(32):
+                await sender.ask(m.Mail(channel="c", data=bytes(1 << 20)))
+                sent += 1
+        assert sent > 0
+        listener.link._transport.resume_reading()  # type: ignore[union-attr]
+        for _ in range(sent):
+            await listener.inbox.take(m.Delivery)
+        await sender.ask(m.Mail(channel="c", data=b"again"))
+        assert (await listener.inbox.take(m.Delivery)).data == b"again"
 
 
 async def test_status_and_the_ping_region() -> None:
@@ -447,6 +465,7 @@ async def test_other_hosts_need_a_secret_and_a_wildcard_an_advertised_address() 
     options = {"listen": "0.0.0.0:0", "secret": SECRET, "advertise": ("127.0.0.1",)}
     async with node(**options) as server, node(secret=SECRET) as here, worker(here) as asker:
         assert server.addresses[0].startswith("127.0.0.1:")
+        assert server.data_hosts in ((), ("127.0.0.1",))  # () when no transport listens beyond this host
         assert (await asker.ask(m.Echo(node=server.addresses, data=b"x"))).data == b"x"
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 
 import uvloop
@@ -43,9 +44,17 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(loaded.config.log_level, loaded.config.log_format)
     for warning in loaded.warnings:
         log.warning("%s", warning)
+    raise_descriptor_limit()
     peers = [peer.split(",") for peer in args.peer]
     uvloop.run(serve(loaded.config, peers=peers, as_json=args.json))
     return 0
+
+
+def raise_descriptor_limit() -> None:
+    """Use as many descriptors as this user may: each link, region and worker holds some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def serve(config: Config, *, peers: list[list[str]], as_json: bool) -> None:
