@@ -173,7 +173,8 @@ class Worker:
     def _digest(self, paged: PagedCache, table: kvxfer.BlockTable) -> str:
         sha = hashlib.sha256()
         for layer in range(self.layout.geometry.layers):
-            sha.update(np.ascontiguousarray(paged.layer(layer)[:, table.blocks]).tobytes()[:])
+            for values in paged.read(layer, table, table.tokens):
+                sha.update(np.ascontiguousarray(values).tobytes())
         return sha.hexdigest()
 
     def _since(self, before: dict[str, int]) -> dict[str, int]:

@@ -116,11 +116,11 @@ class Reach:
                     continue
                 self._remember(Choice(descriptor.engine_id, info.name, endpoint, tuple(reasons)))
                 return found
-        offered = ", ".join(descriptor.endpoints)
         raise PeerUnreachable(
-            "no transport reaches the owner of this descriptor: " + ("; ".join(reasons) or f"it offers only {offered}"),
+            "no transport reaches the owner of this descriptor" + "".join(f"; {reason}" for reason in reasons),
             peer=descriptor.node_id,
-            tried=len(reasons),
+            it_offers=", ".join(descriptor.endpoints),
+            we_have=", ".join(info.name for info in self._transports),
         )
 
     def _remember(self, choice: Choice) -> None:
