@@ -228,7 +228,7 @@ class Dispatcher:
             self._send(link, m.EchoReply(rid=message.rid, data=message.data))
 
     def _on_goodbye(self, link: Link, message: m.Goodbye) -> None:
-        log.info("%s says goodbye: %s", link.name, message.reason)
+        log.debug("%s says goodbye: %s", link.name, message.reason)
 
     def _on_error(self, link: Link, message: m.Error) -> None:
         log.debug("%s reports an error: %s %s", link.name, message.code, message.message)

@@ -31,7 +31,7 @@ from kvxfer.config import Config
 from kvxfer.dataplane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.dispatch import Dispatcher
-from kvxfer.errors import ClosedError, KvxferError
+from kvxfer.errors import ClosedError, KvxferError, PeerDraining
 from kvxfer.forward import Forwarder, settle_late
 from kvxfer.gauges import samples
 from kvxfer.http import HttpServer, Response
@@ -292,8 +292,14 @@ class Server:
         self._ended[key] = self._ended.get(key, 0) + 1
         self.late_replies += link.late_replies
         self.engines.remove(link)
-        level = logging.DEBUG if isinstance(reason, ClosedError) else logging.INFO
-        log.log(level, "the link to %s %s ended: %s", role, link.name, reason.message)
+        expected = role == "tool" or isinstance(reason, ClosedError | PeerDraining)
+        log.log(
+            logging.DEBUG if expected else logging.WARNING,
+            "the link to %s %s ended: %s",
+            role,
+            link.name,
+            reason.message,
+        )
         if role == "worker" and not self.draining:
             asyncio.get_running_loop().call_later(LEFTOVERS_AFTER_S, self._remove_leftovers)
 

@@ -18,6 +18,7 @@ from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
     KvxferError,
+    NotKvxfer,
     PeerUnreachable,
     ResourceExhausted,
     TransferTimeout,
@@ -172,6 +173,20 @@ async def test_single_failure_does_not_blacklist() -> None:
             await r.get(there.addresses)
         r.failure = None
         await r.get(there.addresses)
+
+
+async def test_one_log_line_per_second_for_a_peer_that_keeps_failing(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as r:
+        r.failure = NotKvxfer("it looks like HTTP")
+        pauses = []
+        for _ in range(200):
+            with contextlib.suppress(NotKvxfer, PeerUnreachable):
+                await r.get(["127.0.0.1:9"])
+            pauses.append(r.pool._peers["127.0.0.1:9"].breaker.wait_s(r.now))
+            r.now += 0.05
+        assert 2 <= len(caplog.records) <= 11
+        assert "suppressed" in caplog.text
+        assert max(pauses) > 2 * pauses[BREAKER_FAILURES - 1] > 0  # the pause grows
 
 
 async def test_peer_that_dials_us_may_be_dialled_at_once() -> None:

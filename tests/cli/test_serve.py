@@ -145,3 +145,14 @@ def test_peers_are_connected_at_the_start(tmp_path: Path) -> None:
                     return
             time.sleep(0.05)
         raise AssertionError("the daemons did not connect")
+
+
+def test_silent_peer_does_not_delay_the_end(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = f"127.0.0.1:{silent.getsockname()[1]}"
+        with daemon(tmp_path, "--peer", peer, "--handshake-s", "60") as (process, _):
+            connection, _ = silent.accept()
+            assert connection.recv(4) == b"KVXC"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(2 * slack()) == 0
+            connection.close()
