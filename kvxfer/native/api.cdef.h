@@ -214,8 +214,8 @@ int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_re
 int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
                      uint64_t *conflict_p);
 int kvx_mem_release(kvx_engine *engine, uint64_t region, uint64_t *token_p);
-/* Python looks at this allocation (viewed = 1) or no longer does. The memory of a viewed one goes at its release like any
- * other, but its addresses stay mapped, to zeros, until kvx_mem_unmap: a late look must not end the process. */
+/* Python looks at this allocation (viewed = 1) or no longer does. The memory of a viewed one goes at its release like
+ * any other, but its addresses stay mapped, to zeros, until kvx_mem_unmap: a late look must not end the process. */
 int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_t *mapped_length_p);
 void kvx_mem_unmap(uint64_t address, uint64_t mapped_length);
 int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
@@ -229,8 +229,8 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
 int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p);
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p);
 int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_p);
-/* Python looks at the mapping (viewed = 1) or no longer does. A viewed one turns to zeros when it goes. KVX_E_UNSUPPORTED:
- * there is none (any more). */
+/* Python looks at the mapping (viewed = 1) or no longer does. A viewed one turns to zeros when it goes.
+ * KVX_E_UNSUPPORTED: there is none (any more). */
 int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed);
 /* The handle is gone at once; live operations of it still complete. */
 int kvx_import_release(kvx_engine *engine, uint64_t import);
