@@ -66,7 +66,16 @@ TASK_OWNERS = {
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
     *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py"),
-    *("adversity/", "cases/", "fuzz/", "sim/", "native/sanitize/", "native/test_conformance.py"),
+    *(
+        "adversity/",
+        "cases/",
+        "fuzz/",
+        "sim/",
+        "native/sanitize/",
+        "native/fuzz/",
+        "native/test_conformance.py",
+        "native/test_fuzz.py",
+    ),
 )
 
 
