@@ -1,0 +1,152 @@
+/* fuzz_stream.c: any bytes, in any pieces, through the receive state machine of the tcp data path.
+ *
+ * Two properties: nothing is read or written out of bounds (the sanitizers watch), and how the bytes are cut into
+ * pieces makes no difference to what comes out. Inputs are programs: most of their frames are well-formed up to a
+ * point, so that the fuzzer gets past the magic number without knowing it. */
+#include "fuzz.h"
+#include "stream.h"
+
+#define BYTES_MAX (1 << 16)
+#define FRAME_MAX 2048
+
+typedef struct reader {
+    const uint8_t *data;
+    size_t size;
+} reader;
+
+static uint64_t take(reader *input, size_t width) {
+    uint64_t value = 0;
+    for (size_t i = 0; i < width && input->size > 0; i++, input->data++, input->size--) {
+        value = value << 8 | *input->data;
+    }
+    return value;
+}
+
+/* Bytes to feed, made from the input. */
+static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
+    static const uint8_t types[] = {KVX_FRAME_PUT, KVX_FRAME_GET,    KVX_FRAME_DATA,   KVX_FRAME_ACK,
+                                    KVX_FRAME_BYE, KVX_FRAME_NOTIFY, KVX_FRAME_ATTACH, KVX_FRAME_DETACH};
+    size_t size = 0;
+    uint8_t choice = (uint8_t)take(input, 1);
+    if (choice % 8 != 0) {
+        kvx_hello hello = {.version = choice % 8 == 1 ? (uint8_t)take(input, 1) : 1,
+                           .role = (uint8_t)(3 - role),
+                           .streams = 1,
+                           .frame_bytes = FRAME_MAX};
+        kvx_hello_encode(&hello, bytes);
+        size = KVX_STREAM_HELLO_BYTES;
+    }
+    while (input->size > 0 && size < BYTES_MAX / 2) {
+        choice = (uint8_t)take(input, 1);
+        uint32_t count = (uint32_t)(choice % 4 == 0 ? take(input, 2) % 1100 : take(input, 1) % 4);
+        kvx_frame frame = {.type = types[choice / 4 % sizeof types],
+                           .segments = count,
+                           .length = choice % 16 == 1 ? take(input, 8) : count * 4,
+                           .flags = (uint16_t)(choice % 32 == 2 ? take(input, 2) : 0),
+                           .status = (int32_t)(choice % 32 == 3 ? take(input, 4) : 0)};
+        if (frame.type == KVX_FRAME_DATA && choice % 2) {
+            frame.segments = count = 0;
+            frame.length = take(input, 1);
+        }
+        if (count > KVX_STREAM_SEGMENTS_MAX) {
+            count = 0;
+        }
+        kvx_frame_encode(&frame, bytes + size);
+        for (uint32_t i = 0; i < count; i++) {
+            kvx_frame_segment_encode(bytes + size, i, take(input, 1), choice % 64 == 4 ? take(input, 8) : 4);
+        }
+        size += KVX_STREAM_HEADER_BYTES + count * KVX_STREAM_SEGMENT_BYTES;
+        for (uint64_t i = 0; i < frame.length + KVX_STREAM_TRAILER_BYTES && i < FRAME_MAX && size < BYTES_MAX - 1;
+             i++) {
+            bytes[size++] = (uint8_t)i;
+        }
+        if (choice >= 224 && size > 0) {
+            bytes[take(input, 2) % size] ^= (uint8_t)(1 << take(input, 1) % 8);
+        }
+    }
+    return size;
+}
+
+static uint64_t mix(uint64_t trace, uint64_t value) {
+    return (trace ^ value) * 0x100000001b3u + 1;
+}
+
+/* Everything that comes out until more bytes are needed. False: the end. */
+static int drain(kvx_stream_rx *rx, uint64_t *trace, uint64_t *skipped) {
+    for (;;) {
+        const uint8_t *bytes;
+        kvx_rx_event event = kvx_rx_next(rx);
+        switch (event) {
+        case KVX_RX_MORE:
+            return 1;
+        case KVX_RX_ERROR:
+            FUZZ_CHECK(rx->error == KVX_E_NOT_KVXFER || rx->error == KVX_E_VERSION || rx->error == KVX_E_INVALID);
+            FUZZ_CHECK(kvx_rx_next(rx) == KVX_RX_ERROR);
+            *trace = mix(*trace, (uint64_t)rx->error);
+            return 0;
+        case KVX_RX_PAYLOAD: {
+            uint32_t length = kvx_rx_buffered(rx, &bytes);
+            for (uint32_t i = 0; i < length; i++) {
+                *trace = mix(*trace, bytes[i]);
+            }
+            *skipped += length;
+            kvx_rx_payload_taken(rx, length, 0);
+            if (rx->payload_left > 0) {
+                return 1;
+            }
+            break;
+        }
+        case KVX_RX_FRAME: {
+            uint64_t sum = 0;
+            FUZZ_CHECK(rx->frame.segments <= KVX_STREAM_SEGMENTS_MAX && rx->frame.length <= FRAME_MAX);
+            for (uint32_t i = 0; i < rx->frame.segments; i++) {
+                uint64_t offset, length;
+                kvx_rx_segment(rx, i, &offset, &length);
+                sum += length;
+                *trace = mix(*trace, offset);
+            }
+            FUZZ_CHECK(rx->frame.segments == 0 || sum == rx->frame.length);
+        }
+        /* fall through */
+        case KVX_RX_HELLO:
+        case KVX_RX_TRAILER:
+            *trace = mix(*trace, (uint64_t)event * 1000 + rx->frame.type);
+            break;
+        }
+    }
+}
+
+static uint64_t feed(uint32_t role, const uint8_t *bytes, size_t size, uint64_t seed) {
+    kvx_stream_rx *rx = malloc(sizeof *rx); /* on the heap: the sanitizer guards its ends */
+    uint64_t trace = 1, skipped = 0;
+    kvx_rx_init(rx, role, FRAME_MAX);
+    for (size_t at = 0; at < size;) {
+        uint32_t space;
+        uint8_t *to = kvx_rx_space(rx, &space);
+        FUZZ_CHECK(space > 0);
+        size_t piece = seed == 0 ? 1 : 1 + fuzz_random(&seed) % 5000;
+        piece = piece < space ? piece : space;
+        piece = piece < size - at ? piece : size - at;
+        memcpy(to, bytes + at, piece);
+        kvx_rx_received(rx, (uint32_t)piece);
+        at += piece;
+        if (!drain(rx, &trace, &skipped)) {
+            break;
+        }
+    }
+    trace = mix(trace, skipped);
+    free(rx);
+    return trace;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static uint8_t bytes[BYTES_MAX + KVX_STREAM_HEAD_MAX];
+    reader input = {data, size};
+    uint32_t role = take(&input, 1) % 2 ? KVX_STREAM_ACCEPTOR : KVX_STREAM_DIALLER;
+    size_t made = make(&input, role, bytes);
+    uint64_t trace = feed(role, bytes, made, 0);
+    FUZZ_CHECK(trace == feed(role, bytes, made, 1));
+    FUZZ_CHECK(trace == feed(role, bytes, made, 0xabcdef));
+    FUZZ_CHECK(feed(role, data, size, 0) == feed(role, data, size, 7)); /* and as it is */
+    return 0;
+}
