@@ -16,13 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A build may leave a transport out: then its symbol is NULL and asking for it is an error that says so. */
-extern const kvx_transport_ops kvx_transport_shm __attribute__((weak));
-extern const kvx_transport_ops kvx_transport_tcp __attribute__((weak));
-extern int kvx_transport_fault_wrap(const kvx_transport_ops *inner, kvx_transport_ops *wrapped_p) __attribute__((weak));
-
 static const kvx_transport_ops *const KNOWN[] = {&kvx_transport_loop, &kvx_transport_shm, &kvx_transport_tcp};
-static const char *const KNOWN_NAMES[] = {"loop", "shm", "tcp"};
 #define KNOWN_COUNT (sizeof(KNOWN) / sizeof(KNOWN[0]))
 
 void kvx_panic(const char *condition, const char *file, int line) {
@@ -288,10 +282,10 @@ static bool table_is_whole(const kvx_transport_ops *ops) {
 static int transport_open(kvx_core *core, const char *name, char *why, size_t why_size) {
     const char *base = strncmp(name, "fault+", 6) == 0 ? name + 6 : name;
     size_t which = 0;
-    while (which < KNOWN_COUNT && strcmp(KNOWN_NAMES[which], base) != 0) {
+    while (which < KNOWN_COUNT && strcmp(KNOWN[which]->name, base) != 0) {
         which++;
     }
-    if (which == KNOWN_COUNT || KNOWN[which] == NULL) {
+    if (which == KNOWN_COUNT) {
         fail(why, why_size, "transport '%s' is not part of this build", base);
         return KVX_E_NO_TRANSPORT;
     }
@@ -307,10 +301,6 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
     kvx_slot *slot = &core->slots[index];
     slot->ops = *KNOWN[which];
     if (base != name) {
-        if (kvx_transport_fault_wrap == NULL) {
-            fail(why, why_size, "transport 'fault' is not part of this build");
-            return KVX_E_NO_TRANSPORT;
-        }
         int status = kvx_transport_fault_wrap(KNOWN[which], &slot->ops);
         if (status != KVX_OK) {
             return fail(why, why_size, "cannot decorate transport '%s'", base);

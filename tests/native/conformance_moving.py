@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import Event, EventKind, OpKind
-from tests.native.conformance import INLINE_MAX, KIB, MIB, Pair, segments, settled, within
+from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, Pair, segments, settled, within
 
 MEMORY = pytest.mark.parametrize("how", ["alloc", "register"])
 LENGTHS = pytest.mark.parametrize("length", [1, INLINE_MAX, INLINE_MAX + 1, 300 * KIB + 7, 3 * MIB + 123])
@@ -216,3 +216,60 @@ async def test_a_full_notification_queue_holds_them_back(pair: Pair) -> None:
     tags = [(await pair.owner.event(EventKind.NOTIFY)).tag for _ in outcomes]
     assert sorted(tags) == list(range(40))
     assert pair.owner.engine.counters().transports[pair.index].notifies_received == 40
+
+
+# -- mappings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("access", [READ, BOTH])
+async def test_a_mapping_is_the_memory_itself(pair: Pair, access: int) -> None:
+    reach = await pair.reach(MIB, access=access)
+    reach.fill()
+    view = reach.engine.mapping(reach.import_)
+    assert (view is not None) == pair.info.can_map
+    if view is None:
+        return
+    assert len(view) == MIB
+    assert view.readonly == (access == READ)
+    assert np.array_equal(np.frombuffer(view, dtype=np.uint8), reach.remote_bytes)
+    reach.remote_bytes[77] ^= 255
+    assert view[77] == reach.remote_bytes[77]
+
+
+@pytest.mark.parametrize("ending", ["revoke", "import", "peer", "owner", "engine"])
+async def test_a_view_of_a_mapping_outlives_it(pair: Pair, ending: str) -> None:
+    reach = await pair.reach(MIB, access=READ)
+    reach.remote_bytes[:] = 5
+    view = reach.engine.mapping(reach.import_)
+    if view is None:
+        return
+    array = np.frombuffer(view, dtype=np.uint8)
+    if ending == "revoke":
+        assert (await within(pair.owner.engine.revoke(reach.grant.id))).status == 0
+    elif ending == "import":
+        reach.engine.release_import(reach.import_)
+    elif ending == "peer":
+        await within(reach.engine.close_peer(reach.peer))
+    elif ending == "owner":
+        pair.owner.engine.close()
+        await pair.initiator.event(EventKind.PEER_DOWN)
+    else:
+        reach.engine.close()
+    assert int(array.max()) in (0, 5), "reading it must not end the process"
+
+
+async def test_two_imports_of_one_region_are_mapped_apart(pair: Pair) -> None:
+    reach = await pair.reach(MIB)
+    reach.remote_bytes[:] = 5
+    other = pair.owner.engine.grant(reach.remote.id, 4097, 1000, READ)
+    import_ = await pair.import_(reach.peer, other)
+    view = reach.engine.mapping(import_)
+    if view is None:
+        return
+    whole = reach.engine.mapping(reach.import_)
+    assert whole is not None
+    assert (len(view), len(whole)) == (1000, MIB)
+    whole[4097] = 9
+    assert view[0] == 9
+    assert (await within(pair.owner.engine.revoke(reach.grant.id))).status == 0
+    assert view[0] == 9, "the other grant is still good"
