@@ -17,7 +17,7 @@ from collections.abc import Collection
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.link import Link, LinkFacts, OnLink, OnMessage, Random
-from kvxfer.wire.session import Session
+from kvxfer.wire.session import Limits, Session
 
 log = logging.getLogger("kvxfer.acceptor")
 
@@ -26,6 +26,7 @@ class Acceptor:
     """Serves one listening socket. ``links_max`` bounds what is open, `handshakes_max` what is half open.
 
     ``on_ready`` gets each link after its handshake. ``same_user`` (Unix sockets) admits this user and root only.
+    ``limits`` are the durations of the sessions, by default the configuration's.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Acceptor:
         on_late: OnMessage | None = None,
         secret: bytes = b"",
         same_user: bool = False,
+        limits: Limits | None = None,
         random: Random = secrets.token_bytes,
     ) -> None:
         self._config = config
@@ -51,6 +53,7 @@ class Acceptor:
         self._on_late = on_late
         self._secret = secret
         self._same_user = same_user
+        self._limits: Limits = limits or config
         self._random = random
         self._half_open: dict[Link, None] = {}  # in order of arrival
         self._sockets: set[Link] = set()  # whatever still has one, those that are being closed too
@@ -94,7 +97,7 @@ class Acceptor:
         session = Session(
             "acceptor",
             self._facts.session_facts(self._random),
-            self._config,
+            self._limits,
             nonce=self._random(32),
             now=asyncio.get_running_loop().time(),
             session_id=self._random(16).hex(),

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
+from kvxfer.dial import candidates
 from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
+    InternalError,
     KvxferError,
     PeerUnreachable,
     ResourceExhausted,
@@ -147,6 +149,8 @@ class Pool:
         with, `ResourceExhausted` when every link is in use, or `TransferTimeout`."""
         if self._closed:
             raise ClosedError("the peer pool is closed")
+        if addresses:
+            candidates(addresses)
         peer = self._peer(tuple(addresses), node_id)
         peer.used_at = self._clock()
         if peer.link is not None and peer.live:
@@ -159,16 +163,19 @@ class Pool:
             raise TransferTimeout("the deadline passed while connecting to the peer", peer=peer.key) from None
 
     def preconnect(self, addresses: Sequence[str], node_id: str = "") -> None:
-        """Connect now and stay connected: a lost link is made again with growing back-off."""
+        """Connect now and stay connected: a lost link is made again with growing back-off. Raises `UsageError`."""
+        candidates(addresses)
         peer = self._peer(tuple(addresses), node_id)
         peer.keep = True
         self._reconnect(peer)
 
     def heard_from(self, node_id: str) -> None:
         """The node dialled us: whatever the breaker believed, the next attempt may start."""
-        for peer in self._peers.values():
-            if peer.node_id == node_id and not peer.live:
+        for peer in tuple(self._peers.values()):
+            if node_id in (peer.node_id, peer.key) and not peer.live:
                 peer.breaker.next_at = 0.0
+                if peer.keep:
+                    self._reconnect(peer)
 
     async def aclose(self, reason: str) -> None:
         """Say goodbye on every link and forget all peers."""
@@ -215,10 +222,11 @@ class Pool:
             if not result.done():
                 result.set_exception(failure)
             return
-        except asyncio.CancelledError:
+        except BaseException as unexpected:  # cancelled by the end of the daemon, or a bug: nobody may wait for ever
             peer.connecting = None
             if not result.done():
-                result.set_exception(ClosedError("the peer pool is closed"))
+                ending = isinstance(unexpected, asyncio.CancelledError)
+                result.set_exception(ClosedError("the peer pool is closed") if ending else InternalError("dial failed"))
             raise
         peer.connecting = None
         if result.done():  # the pool was closed meanwhile
@@ -313,18 +321,20 @@ class Pool:
 
     def _rename(self, peer: _Peer, node_id: str) -> None:
         """Found out by connecting who it is: later callers may come by node id or by these addresses."""
-        del self._peers[peer.key]
+        self._peers.pop(peer.key, None)
         self._aliases[peer.key] = node_id
         replaced = self._peers.pop(node_id, None)
         if replaced is not None:
-            peer.keep = peer.keep or replaced.keep
+            peer.keep, replaced.keep = peer.keep or replaced.keep, False
         peer.key = node_id
         self._peers[node_id] = peer
 
     def _alias(self, peer: _Peer, other: _Peer) -> None:
-        self._peers.pop(peer.key, None)
-        self._aliases[peer.key] = other.key
-        other.keep = other.keep or peer.keep
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+        if peer.key != other.key:
+            self._aliases[peer.key] = other.key
+        other.keep, peer.keep = other.keep or peer.keep, False
 
     def _make_room(self, wanted: _Peer) -> None:
         holding = [peer for peer in self._peers.values() if peer.live or peer.connecting is not None]

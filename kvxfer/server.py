@@ -50,6 +50,7 @@ from kvxfer.wire.session import VERSIONS
 
 PING_KEY, PING_BYTES = "kvxfer.ping", 1 << 20
 WORKERS_CEILING = 4096  # of the option workers_max
+WORKER_DEAD_S_MAX = 60.0
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
 
 log = logging.getLogger("kvxfer.server")
@@ -219,6 +220,8 @@ class Server:
             links_max=config.workers_max + config.handshakes_max,
             on_ready=self._worker_ready,
             same_user=True,
+            # A worker that computes may not look at its sockets for long; the kernel tells at once when it dies.
+            limits=replace(config, dead_s=max(config.dead_s, min(config.lease_s, WORKER_DEAD_S_MAX))),
             **common,
         )
         self.peers = Acceptor(

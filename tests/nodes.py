@@ -83,13 +83,15 @@ async def node(**changes: Any) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def worker(server: Server, name: str = "worker", role: str = "worker", **facts: str) -> AsyncIterator[Worker]:
+async def worker(
+    server: Server, name: str = "worker", role: str = "worker", config: Config | None = None, **facts: str
+) -> AsyncIterator[Worker]:
     """A worker of a daemon."""
     inbox = Inbox()
     link = await Link.dial_unix(
         str(server.socket_path),
         LinkFacts(role=role, name=name, **facts),
-        server.config,
+        config or server.config,
         on_message=inbox.on_message,
         on_late=inbox.on_late,
     )

@@ -17,11 +17,13 @@ from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
+    InternalError,
     KvxferError,
     NotKvxfer,
     PeerUnreachable,
     ResourceExhausted,
     TransferTimeout,
+    UsageError,
 )
 from kvxfer.link import Link, LinkFacts
 from kvxfer.pool import BACKOFF_S_MAX, BREAKER_FAILURES, CLOSED, HALF_OPEN, OPEN, Breaker, Pool
@@ -326,3 +328,41 @@ async def test_remembered_peers_are_bounded() -> None:
             with pytest.raises(PeerUnreachable):
                 await r.get([f"127.0.0.1:{port}"])
         assert sum(r.pool.states().values()) <= 4
+
+
+async def test_what_cannot_be_dialled_is_refused_before_it_is_remembered() -> None:
+    async with rig() as r:
+        for addresses in (["not an address"], ["0.0.0.0:1"], ["127.0.0.1:0"]):
+            with pytest.raises(UsageError):
+                await r.get(addresses)
+            with pytest.raises(UsageError):
+                r.pool.preconnect(addresses)
+        assert sum(r.pool.states().values()) == 0
+
+
+async def test_two_attempts_that_meet_at_one_node_leave_one_entry() -> None:
+    async with node() as there, rig() as r:
+        r.gate = asyncio.Event()
+        by_address = asyncio.ensure_future(r.get(there.addresses))
+        by_id = asyncio.ensure_future(r.get(there.addresses, there.node_id))
+        await until(lambda: len(r.dialled) == 2)
+        r.gate.set()
+        first, second = await asyncio.gather(by_address, by_id)
+        assert first is second
+        assert r.pool.links == (first,)
+        assert await r.get(there.addresses) is first
+        await until(lambda: len(there.peers.links) == 1)
+
+
+async def test_bug_while_dialling_ends_the_waiting() -> None:
+    async with rig() as r:
+
+        async def broken(addresses: Sequence[str], node_id: str) -> Link:
+            raise RuntimeError("a bug")
+
+        r.pool._dial = broken
+        reported: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        with pytest.raises(InternalError):
+            await r.get(["127.0.0.1:9"])
+        await until(lambda: reported)

@@ -99,6 +99,17 @@ async def test_dead_worker_is_told_within_a_second() -> None:
         assert server.links_ended["worker", "peer_lost"] == 1
 
 
+async def test_worker_that_computes_for_long_keeps_its_postings() -> None:
+    patient = small()  # its own clock does not run while it computes
+    async with node(**fast()) as server, worker(server, config=patient) as busy, worker(server) as other:
+        await busy.ask(offer())
+        busy.link._transport.pause_reading()  # type: ignore[union-attr]
+        await asyncio.sleep(1.0)  # several times keepalive_s + dead_s
+        assert (await other.ask(claim())).body == b"body"
+        busy.link._transport.resume_reading()  # type: ignore[union-attr]
+        await busy.inbox.take(m.PostingEvent, what="claimed")
+
+
 async def test_dead_claimant_is_told_to_the_owner() -> None:
     async with node() as server, worker(server) as owner, worker(server) as claimant:
         await owner.ask(offer(kind="ticket"))
