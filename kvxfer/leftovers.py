@@ -7,15 +7,21 @@ owner any more, and a counters file without such a socket and without its proces
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import socket
+import stat
+import time
 from collections.abc import Collection
 from pathlib import Path
 
 from kvxfer.errors import ProtocolError
+from kvxfer.listeners import LOCK_NAME
 from kvxfer.native.counters import read_counters
 
 ENGINE_CHARS = 12  # of its id, in the names of its files
+DEAD_AFTER_S = 60.0
 
 
 def remove_leftovers(directory: Path, live_engines: Collection[str]) -> int:
@@ -30,6 +36,33 @@ def remove_leftovers(directory: Path, live_engines: Collection[str]) -> int:
         if name not in live and not (directory / f"e-{name}.sock").exists() and not _owner_lives(path):
             removed += _unlink(path)
     return removed
+
+
+def remove_dead_directories(parent: Path, prefix: str) -> int:
+    """Remove the directories of embedded daemons whose processes were killed; returns how many.
+
+    A living one holds the lock in its directory; a young one may not have come to that yet.
+    """
+    removed = 0
+    for directory in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # not ours, or somebody else was faster
+            status = directory.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and time.time() - status.st_mtime > DEAD_AFTER_S and _lock_is_free(directory / LOCK_NAME):
+                shutil.rmtree(directory)
+                removed += 1
+    return removed
+
+
+def _lock_is_free(path: Path) -> bool:
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _accepts(path: Path) -> bool:

@@ -37,7 +37,7 @@ from kvxfer.gauges import samples
 from kvxfer.http import HttpServer, Response
 from kvxfer.identity import package_version, stable_node_id
 from kvxfer.landing import LandingPool
-from kvxfer.leftovers import remove_leftovers
+from kvxfer.leftovers import remove_dead_directories, remove_leftovers
 from kvxfer.link import Link, LinkFacts
 from kvxfer.listeners import UnixListener, bound_address, listen_tcp
 from kvxfer.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_code
@@ -49,6 +49,7 @@ from kvxfer.tasks import TaskOwner
 from kvxfer.wire.session import VERSIONS
 
 PING_KEY, PING_BYTES = "kvxfer.ping", 1 << 20
+EMBEDDED_PREFIX = "kvxfer-local-"
 WORKERS_CEILING = 4096  # of the option workers_max
 WORKER_DEAD_S_MAX = 60.0
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
@@ -159,7 +160,8 @@ class Server:
     def _make_directory(self) -> Path:
         if not self._embedded:
             return ensure_socket_dir(socket_dir(self.config))
-        directory = Path(tempfile.mkdtemp(prefix="kvxfer-"))
+        remove_dead_directories(Path(tempfile.gettempdir()), EMBEDDED_PREFIX)
+        directory = Path(tempfile.mkdtemp(prefix=EMBEDDED_PREFIX))
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         return directory
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
-from kvxfer.leftovers import remove_leftovers
+from kvxfer.leftovers import DEAD_AFTER_S, remove_dead_directories, remove_leftovers
+from kvxfer.listeners import UnixListener
 
 
 def engine_socket(directory: Path, name: str, *, alive: bool) -> socket.socket | None:
@@ -35,3 +37,20 @@ def test_dead_sockets_go_and_living_ones_stay(tmp_path: Path) -> None:
 
 def test_missing_directory_is_no_error(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "none", []) == 0
+
+
+def test_directories_of_killed_daemons_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    for name in ("local-dead", "local-alive", "local-young", "local-strange", "other-dead"):
+        (tmp_path / name).mkdir()
+    for name in ("local-dead", "local-young", "other-dead"):
+        (tmp_path / name / "kvxferd.lock").write_text("1")
+    alive = UnixListener(tmp_path / "local-alive" / "kvxferd.sock")
+    long_ago = time.time() - DEAD_AFTER_S - 1
+    for path in tmp_path.iterdir():
+        if path.name != "local-young":
+            os.utime(path, (long_ago, long_ago))
+    (tmp_path / "local-link").symlink_to(tmp_path / "other-dead")
+    assert remove_dead_directories(tmp_path, "local-") == 1
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["local-alive", "local-link", "local-strange", "local-young", "other-dead"]
+    alive.close()
