@@ -312,7 +312,9 @@ class DataPlane:
 
     def _start_admitted(self, permits: Sequence[Permit]) -> None:
         for permit in permits:
-            work = self._in_line.pop(permit)
+            work = self._in_line.pop(permit, None)
+            if work is None:
+                continue  # closing has ended the whole line already
             work.ready.users -= 1
             self._submit(work)
 

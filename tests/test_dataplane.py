@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,11 +122,24 @@ async def test_cancelling_what_waits_in_line(tmp_path: Path) -> None:
         described = b.region.descriptor("w")
         await a.start(described, 4096)
         transfers = [a.start(described) for _ in range(10)]
-        for transfer in transfers[1:]:
-            await asyncio.wait_for(transfer.cancel(), 5)
-            assert transfer.state == "cancelled"
+        async with asyncio.timeout(5):
+            for transfer in transfers[1:]:  # without a pause, in which the line would move on
+                await transfer.cancel()
+                assert transfer.state == "cancelled"
         await transfers[0]
         await a.start(described)
+
+
+async def test_closing_with_a_line_ends_everybody_in_it(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",), window_ops_max=1) as (a, b):
+        described = b.region.descriptor("w")
+        await a.start(described, 4096)
+        transfers = [a.start(described) for _ in range(10)]
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        await a.plane.aclose()
+        assert failures == []
+        assert all(transfer.done for transfer in transfers)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
