@@ -20,6 +20,7 @@ from kvxfer.testing.processes import Daemon, Process, daemon, python_process
 WORKER = Path(__file__).with_name("worker.py")
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
 NOTICE_S = 2.0 * SLACK
+pytestmark = [pytest.mark.once, pytest.mark.slow]  # the processes under test choose their own loop
 VICTIMS = ("worker-a", "worker-b", "daemon-a", "daemon-b")
 TYPED = {
     "peer_lost",
