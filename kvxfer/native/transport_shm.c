@@ -250,12 +250,18 @@ static int path_make(shm_transport *shm, char *why, size_t why_size) {
 
 /* A socket file that nobody listens on is left from an engine that died. */
 static bool stale(const struct sockaddr_un *address) {
+    struct stat about;
+    if (lstat(address->sun_path, &about) != 0 || !S_ISSOCK(about.st_mode)) {
+        errno = EADDRINUSE;
+        return false;
+    }
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     bool refused =
         fd >= 0 && connect(fd, (const struct sockaddr *)address, sizeof(*address)) != 0 && errno == ECONNREFUSED;
     if (fd >= 0) {
         close(fd);
     }
+    errno = EADDRINUSE;
     return refused;
 }
 

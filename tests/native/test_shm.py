@@ -1,0 +1,387 @@
+"""The shm transport beyond what every transport promises: processes that freeze and die, memory without a descriptor,
+mappings, sockets in the file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError, Revoked, TransportUnavailable
+from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
+from kvxfer.native.status import Status
+from tests.native.conformance import BOTH, KIB, MIB, Pair, Side, settled, short_directory, within
+from tests.native.shm_owner import eventually
+
+HERE = Path(__file__).parent
+LENGTH = 256 * KIB
+
+
+class Process:
+    """A child that answers lines with lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await within(self.process.stdout.readline())).decode().strip()
+
+    async def ask(self, command: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+        return await self.line()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def freeze(self) -> None:
+        """Stop all its threads; they stop one after the other."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+
+        def stopped() -> bool:
+            return all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks.iterdir())
+
+        await eventually(stopped)
+
+
+@asynccontextmanager
+async def child(script: str, what: dict[str, Any]) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(HERE / script), json.dumps(what)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=dict(os.environ),
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await within(process.wait())
+
+
+class Apart:
+    """An initiator here, connected to an owner in another process."""
+
+    def __init__(self, side: Side, owner: Process, told: dict[str, Any]) -> None:
+        self.side, self.engine, self.owner, self.told = side, side.engine, owner, told
+        self.mine, self.bytes = side.alloc(told["length"])
+        self.peer = self.handle = 0
+
+    async def connect(self) -> None:
+        self.peer, connecting = self.engine.connect(1, self.told["endpoint"])
+        assert (await within(connecting)).status == 0
+
+    async def import_(self) -> Event:
+        told = self.told
+        self.handle, importing = self.engine.import_(
+            self.peer,
+            grant=told["grant"],
+            generation=told["generation"],
+            length=told["length"],
+            access=BOTH,
+            key=bytes.fromhex(told["key"]),
+        )
+        return await within(importing)
+
+    def one(self, kind: OpKind, length: int, **more: Any) -> Any:
+        return self.engine.submit_one(kind, self.mine.id, self.handle, 0, 0, length, **more)
+
+    @property
+    def counters(self) -> Any:
+        return self.engine.counters().transports[1]
+
+
+@asynccontextmanager
+async def apart(how: str, length: int = LENGTH, *, theirs: dict[str, Any] | None = None, **changes: Any) -> Any:
+    with short_directory() as directory:
+        what = {"directory": str(directory), "how": how, "length": length, "settings": theirs or {}}
+        async with child("shm_process.py", what) as owner:
+            side = Side(directory, ("shm",), **changes)
+            try:
+                made = Apart(side, owner, json.loads(await owner.line()))
+                await made.connect()
+                yield made
+            finally:
+                side.close()
+
+
+@asynccontextmanager
+async def frozen_initiator(side: Side, grant: Any) -> AsyncIterator[Process]:
+    """Another process that imported a grant of ours, stopped."""
+    what = {
+        "transport": "shm",
+        "directory": side.engine.config.socket_dir,
+        "endpoint": side.engine.transports[1].endpoint,
+        "grant": grant.id,
+        "generation": grant.generation,
+        "length": grant.length,
+        "key": grant.key.hex(),
+    }
+    async with child("victim.py", what) as initiator:
+        assert await initiator.line() == "ready"
+        await initiator.freeze()
+        yield initiator
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["alloc", "register"])
+async def test_between_processes_each_byte_is_copied_once(how: str) -> None:
+    async with apart(how) as pair:
+        assert (await pair.import_()).status == 0
+        pair.bytes[:] = 2
+        for length in (100, 50 * KIB, LENGTH):
+            assert (await settled(pair.one(OpKind.PUT, length))).status == 0
+        assert await pair.owner.ask("sum") == str(2 * LENGTH)
+        assert await pair.owner.ask("fill 7") == "done"
+        assert (await settled(pair.one(OpKind.GET, LENGTH))).status == 0
+        assert (pair.bytes == 7).all()
+        assert pair.counters.copied_bytes == pair.counters.put_bytes + pair.counters.get_bytes
+        assert pair.counters.put_bytes == 100 + 50 * KIB + LENGTH
+        assert (pair.engine.mapping(pair.handle) is None) == (how == "register")
+
+
+async def test_thousands_of_segments_by_cross_memory_attach() -> None:
+    async with apart("register") as pair:
+        assert (await pair.import_()).status == 0
+        count = 3000
+        pair.bytes[:] = np.arange(LENGTH, dtype=np.uint32).astype(np.uint8)
+        offsets = np.arange(count, dtype=np.uint64) * 80
+        rows = np.ascontiguousarray(np.stack([offsets, offsets[::-1], np.full(count, 64, np.uint64)], axis=1))
+        for check in (False, True):
+            event = await settled(pair.engine.submit(OpKind.PUT, pair.mine.id, pair.handle, rows, check=check))
+            assert (event.status, event.bytes) == (0, count * 64)
+        blocks = pair.bytes[: count * 80].reshape(count, 80)[:, :64].copy()
+        pair.bytes[:] = 0
+        for check in (False, True):
+            rows[:, 0] = offsets[::-1]
+            event = await settled(pair.engine.submit(OpKind.GET, pair.mine.id, pair.handle, rows, check=check))
+            assert event.status == 0
+            arrived = pair.bytes[: count * 80].reshape(count, 80)[:, :64]
+            assert np.array_equal(arrived, blocks[::-1])
+
+
+@pytest.mark.parametrize("where", ["ours", "theirs"])
+async def test_without_cross_memory_attach(where: str) -> None:
+    changes: dict[str, Any] = {"theirs": {"cross_memory_attach": False}}
+    if where == "ours":
+        changes = {"cross_memory_attach": False}
+    async with apart("register", **changes) as pair:
+        event = await pair.import_()
+        assert (event.status, event.sys_errno) == (Status.CMA_DENIED, 1)
+    async with apart("alloc", **changes) as pair:
+        assert (await pair.import_()).status == 0
+
+
+async def test_adopting_copies_nothing() -> None:
+    async with apart("alloc", 20 * MIB) as pair:
+        assert (await pair.import_()).status == 0
+        view = pair.engine.mapping(pair.handle)
+        assert view is not None
+        array = np.frombuffer(view, np.uint8)
+        assert (array == 1).all()
+        assert await pair.owner.ask("fill 5") == "done"
+        assert (array == 5).all()
+        assert pair.counters.copied_bytes == 0
+        assert await pair.owner.ask("revoke") == "0"
+        assert (array == 0).all(), "what the owner took back reads as zeros"
+        assert await pair.owner.ask("sum") == str(5 * 20 * MIB)
+        with pytest.raises(Revoked):
+            pair.one(OpKind.PUT, 10)
+
+
+async def test_a_small_operation_overtakes_a_large_one() -> None:
+    async with apart("alloc", 64 * MIB) as pair:
+        assert (await pair.import_()).status == 0
+        order: list[str] = []
+        outcomes = [pair.one(OpKind.PUT, 64 * MIB), pair.one(OpKind.PUT, 100 * KIB)]
+        for name, outcome in zip(("large", "small"), outcomes, strict=True):
+            outcome[1].add_done_callback(lambda done, name=name: order.append(name))
+        for outcome in outcomes:
+            assert (await settled(outcome)).status == 0
+        await asyncio.sleep(0)
+        assert order == ["small", "large"]
+
+
+@pytest.mark.skipif(os.environ.get("KVXFER_TEST_BIG") != "1", reason="takes 4.1 GiB of memory: KVXFER_TEST_BIG=1")
+async def test_a_mapping_beyond_four_gib() -> None:
+    with short_directory() as directory:
+        pair = Pair(directory, "shm")
+        try:
+            at = (4 << 30) + 12345
+            region, theirs = pair.owner.alloc(at + 2 * MIB)
+            mine, mine_bytes = pair.initiator.alloc(MIB)
+            import_ = await pair.import_(await pair.connect(), pair.owner.engine.grant(region.id, 0, at + MIB, BOTH))
+            mine_bytes[:] = 7
+            outcome = pair.initiator.engine.submit_one(OpKind.PUT, mine.id, import_, 0, at, MIB)
+            assert (await settled(outcome)).bytes == MIB
+            assert (theirs[at : at + MIB] == 7).all()
+            assert theirs[at - 1] == theirs[at + MIB] == 0
+            del theirs, mine_bytes
+        finally:
+            pair.close()
+
+
+# -- who is frozen, and who dies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["alloc", "register"])
+@pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
+async def test_a_frozen_initiator_keeps_the_memory(how: str, then: signal.Signals) -> None:
+    with short_directory() as directory:
+        side = Side(directory, ("shm",))
+        try:
+            region, _ = side.make(how, MIB)
+            grant = side.engine.grant(region.id, 0, MIB, BOTH)
+            async with frozen_initiator(side, grant) as initiator:
+                releasing = side.engine.release(region.id)
+                await asyncio.sleep(0.3)
+                assert not releasing.done(), "it may go on at any time, and nobody can stop it"
+                assert side.engine.counters().quarantined_grants == 1
+                initiator.signal(then)
+                assert (await within(releasing)).status == 0
+        finally:
+            side.close()
+
+
+async def test_closing_does_not_wait_for_the_frozen_for_ever() -> None:
+    with short_directory() as directory:
+        side = Side(directory, ("shm",), cancel_ms=200)
+        region, _ = side.register(MIB)
+        grant = side.engine.grant(region.id, 0, MIB, BOTH)
+        async with frozen_initiator(side, grant):
+            started = time.monotonic()
+            side.close()
+            assert 0.1 < time.monotonic() - started < 2
+
+
+async def test_a_frozen_owner_and_its_death() -> None:
+    async with apart("alloc") as pair:
+        assert (await pair.import_()).status == 0
+        view = np.frombuffer(pair.engine.mapping(pair.handle), np.uint8)
+        await pair.owner.freeze()
+        pair.bytes[:] = 3
+        assert (await settled(pair.one(OpKind.PUT, LENGTH))).status == 0, "nobody needs the owner for this"
+        token, waiting = pair.one(OpKind.PUT, 100, notify=(1, 1))
+        pair.engine.cancel(token)
+        assert (await within(waiting)).status == Status.CANCELLED
+        _, waiting = pair.one(OpKind.PUT, LENGTH, notify=(2, 2))
+        pair.owner.signal(signal.SIGKILL)
+        assert (await within(waiting)).status == Status.PEER_LOST
+        assert (await pair.side.event(EventKind.PEER_DOWN)).id == pair.peer
+        assert (view == 3).all(), "memory that is mapped outlives its owner"
+        assert (await within(pair.engine.close_peer(pair.peer))).status == 0
+        assert pair.counters.peers_lost == 1
+
+
+# -- endpoints and sockets --------------------------------------------------------------------------------------------
+
+
+async def connect_status(side: Side, endpoint: str) -> tuple[Status, int]:
+    peer, connecting = side.engine.connect(1, endpoint)
+    event = await within(connecting)
+    assert event.id == peer
+    return Status(event.status), event.sys_errno
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+
+
+async def test_endpoints() -> None:
+    with short_directory() as directory:
+        side = Side(directory, ("shm",))
+        try:
+            boot, _, path = side.engine.transports[1].endpoint.partition(":")
+            assert boot == boot_id()
+            assert Path(path) == directory / f"e-{side.engine.engine_id.hex()[:12]}.sock"
+            assert await connect_status(side, f"{boot}:{path}") == (Status.OK, 0)
+            assert await connect_status(side, f"{'0' * 32}:{path}") == (Status.OTHER_HOST, 0)
+            assert await connect_status(side, f"{boot}:{path}x") == (Status.UNREACHABLE, 2)
+            for endpoint in (path, boot, f"{boot}:", f"{boot}:x", f"{boot}:/{'x' * 108}", "x:/y"):
+                assert (await connect_status(side, endpoint))[0] == Status.UNREACHABLE
+        finally:
+            side.close()
+
+
+async def test_a_listener_that_never_answers() -> None:
+    with short_directory() as directory:
+        side = Side(directory, ("shm",), connect_ms=150)
+        endpoint = f"{side.engine.transports[1].endpoint.partition(':')[0]}:{directory}/deaf.sock"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(f"{directory}/deaf.sock")
+                listener.listen(0)
+                outcomes = await asyncio.gather(*(connect_status(side, endpoint) for _ in range(4)))
+                assert {status for status, _ in outcomes} == {Status.TIMEOUT}, "also those its queue has no room for"
+            await eventually(lambda: side.engine.counters().peers == 0)
+        finally:
+            side.close()
+
+
+def opened(directory: str) -> None:
+    """Try to open an engine there."""
+    Engine(EngineConfig(engine_id=bytes(range(16)), transports=("shm",), socket_dir=directory)).close()
+
+
+def test_where_sockets_live() -> None:
+    with pytest.raises(ConfigError, match="is too long"):
+        opened(f"/tmp/{'x' * 100}")
+    with pytest.raises(ConfigError, match="absolute"):
+        opened("here")
+    with pytest.raises(TransportUnavailable, match="No such file"):
+        opened("/tmp/kvx-not-there")
+
+
+def test_a_socket_that_nobody_listens_on_is_replaced() -> None:
+    with short_directory() as directory:
+        path = directory / f"e-{bytes(range(16)).hex()[:12]}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(path))
+        opened(str(directory))
+        assert not path.exists()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as alive:
+            alive.bind(str(path))
+            alive.listen()
+            with pytest.raises(TransportUnavailable, match="Address already in use"):
+                opened(str(directory))
+        path.unlink()
+        path.write_text("a file of somebody")
+        with pytest.raises(TransportUnavailable, match="Address already in use"):
+            opened(str(directory))
+        assert path.read_text() == "a file of somebody"
+
+
+async def test_idle_is_idle() -> None:
+    def switches() -> int:
+        total = 0
+        for task in Path("/proc/self/task").iterdir():
+            if (task / "comm").read_text().startswith("kvx-shm"):
+                lines = (task / "status").read_text().splitlines()
+                total += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+        assert total
+        return total
+
+    async with apart("alloc") as pair:
+        assert (await pair.import_()).status == 0
+        assert (await settled(pair.one(OpKind.PUT, 100, notify=(1, 1)))).status == 0
+        await asyncio.sleep(0.05)
+        before = switches()
+        await asyncio.sleep(0.3)
+        assert switches() == before
