@@ -32,7 +32,7 @@
 #define TCP_LINGER_MS        500          /* a refusing connection waits this long for the other side to read why */
 #define TCP_CROWDED_MS       500          /* instead of handshake_ms while too many are unproved */
 #define TCP_RETRY_ACCEPT_MS  100          /* after running out of descriptors */
-#define TCP_DEAD_MS          10000        /* unacknowledged data or silence for this long ends a connection */
+#define TCP_DEAD_MS          10000        /* no sign of life from the other host while something is under way */
 #define TCP_BACKLOG          512
 
 typedef struct tcp_conn tcp_conn;
@@ -183,6 +183,7 @@ struct tcp_conn {
     uint32_t events; /* in the epoll set */
     bool want_out;   /* guarded by tx_lock */
     uint64_t deadline_ms;
+    _Atomic uint64_t watch_ms; /* look whether the other host is alive; 0 = nothing was sent lately */
     kvx_stream_auth auth;
     kvx_hello hello;      /* ours */
     uint32_t frame_bytes; /* largest payload on this connection */
@@ -246,6 +247,7 @@ struct tcp_xfer {
 typedef struct tcp_import {
     struct tcp_import *next, *previous; /* of the peer */
     uint32_t pending;                   /* streams that have not answered */
+    bool attached;                      /* the first stream's answer was good */
     int status;
 } tcp_import;
 
@@ -283,6 +285,8 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size);
 int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, socklen_t length, int *fd_p);
 void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted);
 bool kvx_tcp_to_itself(int fd);
+/* Is something under way, and if so, for how long has the other host not shown any sign of life? */
+bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p);
 int kvx_tcp_error(int fd); /* SO_ERROR */
 
 /* tcp_conn.c: the life of a connection */
@@ -294,6 +298,7 @@ void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events);
 void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset);
 void kvx_tcp_conn_linger(tcp_conn *conn); /* send what is queued, then wait for the other side to close */
 void kvx_tcp_conn_deadline(tcp_conn *conn, uint64_t deadline_ms); /* keeps the earlier one */
+void kvx_tcp_conn_watch(tcp_conn *conn);                          /* something may have been sent */
 void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms);
 void kvx_tcp_conn_arm(tcp_conn *conn);   /* epoll interest from want_out and rx_stopped */
 void kvx_tcp_conn_parse(tcp_conn *conn); /* go on with what is buffered */
@@ -333,7 +338,7 @@ bool kvx_tcp_peer_over(tcp_conn *conn);      /* on its thread: ends the connecti
 void kvx_tcp_peer_conn_gone(tcp_conn *conn); /* on its thread: nothing refers to it any more */
 void kvx_tcp_peer_todo(tcp_peer *peer);      /* on the home thread */
 void kvx_tcp_peer_free(tcp_peer *peer);
-void kvx_tcp_import_settle(kvx_import *import, int status, int sys_errno);
+void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status, int sys_errno);
 
 /* tcp_xfer.c: ops, requests and answers */
 int kvx_tcp_submit(void *transport, kvx_op *op);

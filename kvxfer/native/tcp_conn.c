@@ -160,6 +160,33 @@ void kvx_tcp_conn_linger(tcp_conn *conn) {
     kvx_tcp_conn_deadline(conn, kvx_now_ms() + TCP_LINGER_MS);
 }
 
+void kvx_tcp_conn_watch(tcp_conn *conn) {
+    if (conn->watch_ms == 0 && (conn->role == KVX_STREAM_DIALLER || conn->proved)) {
+        conn->watch_ms = kvx_now_ms() + TCP_DEAD_MS / 4;
+        kvx_tcp_conn_deadline(conn, conn->watch_ms);
+    }
+}
+
+/* Time to look for a sign of life. An idle connection is not looked at again: keepalive does that. */
+static void watch(tcp_conn *conn, uint64_t now_ms) {
+    uint32_t silent_ms = 0;
+    if (conn->watch_ms == 0 || now_ms < conn->watch_ms) {
+        if (conn->watch_ms != 0) {
+            kvx_tcp_conn_deadline(conn, conn->watch_ms);
+        }
+        return;
+    }
+    conn->watch_ms = 0;
+    if (!kvx_tcp_silence(conn->fd, &silent_ms)) {
+        return;
+    }
+    if (silent_ms >= TCP_DEAD_MS) {
+        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, ETIMEDOUT, true);
+    } else {
+        kvx_tcp_conn_watch(conn);
+    }
+}
+
 void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     tcp_transport *tcp = conn->tcp;
     uint64_t due = conn->deadline_ms;
@@ -171,12 +198,17 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
         return;
     }
     conn->deadline_ms = 0;
-    if (conn->role == KVX_STREAM_ACCEPTOR) {
+    if (conn->role == KVX_STREAM_ACCEPTOR && conn->state == TCP_OPEN && conn->proved) {
+        watch(conn, now_ms);
+    } else if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
     } else if (conn->state == TCP_CONNECTING || conn->state == TCP_GREETING) {
         kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, ETIMEDOUT, true);
     } else {
         kvx_tcp_xfer_scan(conn); /* resets it when a cancelled put is overdue, or sets the next deadline */
+        if (conn->state == TCP_OPEN) {
+            watch(conn, now_ms);
+        }
     }
 }
 
@@ -232,8 +264,8 @@ static void greeted(tcp_conn *conn) {
         return;
     }
     conn->state = TCP_OPEN;
-    conn->counted = true;
-    KVX_COUNT(conn->tcp->counters, peers_accepted, 1);
+    conn->counted = conn->stream == 0; /* a peer counts once */
+    KVX_COUNT(conn->tcp->counters, peers_accepted, conn->counted);
     answer_hello(conn, KVX_OK);
 }
 

@@ -234,13 +234,14 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
 }
 
 /* One stream's answer to ATTACH; peer->lock is not held. */
-void kvx_tcp_import_settle(kvx_import *import, int status, int sys_errno) {
+void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status, int sys_errno) {
     tcp_peer *peer = import->peer->transport_data;
     tcp_import *state = import->transport_data;
     pthread_mutex_lock(&peer->lock);
     if (state->status == KVX_OK) {
         state->status = status;
     }
+    state->attached |= conn->stream == 0 && status == KVX_OK;
     bool last = --state->pending == 0;
     status = state->status;
     pthread_mutex_unlock(&peer->lock);
@@ -254,7 +255,7 @@ static int import_close(tcp_peer *peer, kvx_import *import) {
     if (state == NULL) {
         return KVX_OK;
     }
-    tcp_control *control = state->status == KVX_OK ? control_new(KVX_FRAME_DETACH, import) : NULL;
+    tcp_control *control = state->attached ? control_new(KVX_FRAME_DETACH, import) : NULL;
     pthread_mutex_lock(&peer->lock);
     if (control != NULL && peer->status == KVX_OK) {
         control_push(peer->conns[0], control);

@@ -212,6 +212,9 @@ void kvx_tcp_pump(tcp_conn *conn) {
             again = conn->state == TCP_OPEN;
         }
     } while (again);
+    if (conn->state == TCP_OPEN) {
+        kvx_tcp_conn_watch(conn);
+    }
     if (flush == TCP_FLUSH_IDLE && conn->state == TCP_LINGER) {
         (void)shutdown(conn->fd, SHUT_WR);
     }

@@ -10,8 +10,10 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
+#include <linux/sockios.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 static bool parse_port(const char *text, uint16_t *port_p) {
@@ -128,13 +130,14 @@ static void set_congestion(int fd, const char *name) {
     }
 }
 
+/* Keepalive notices a dead host while nothing is under way, kvx_tcp_silence when something is. TCP_USER_TIMEOUT would
+ * do both, but it also ends connections whose other side is alive and does not read for a while. */
 static void set_common(int fd) {
     set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
     set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
     set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 4);
     set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
     set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-    set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, TCP_DEAD_MS);
 }
 
 void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted) {
@@ -174,6 +177,20 @@ bool kvx_tcp_to_itself(int fd) {
     return getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
            getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && local_length == remote_length &&
            memcmp(&local, &remote, local_length) == 0;
+}
+
+bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p) {
+    struct tcp_info info;
+    socklen_t length = sizeof info;
+    int unsent = 0;
+    memset(&info, 0, sizeof info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) {
+        return false;
+    }
+    (void)ioctl(fd, SIOCOUTQ, &unsent); /* in the queue and not acknowledged */
+    *silent_ms_p =
+        info.tcpi_last_ack_recv < info.tcpi_last_data_recv ? info.tcpi_last_ack_recv : info.tcpi_last_data_recv;
+    return unsent > 0;
 }
 
 int kvx_tcp_error(int fd) {

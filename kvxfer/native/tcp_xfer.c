@@ -161,8 +161,9 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
     }
     pthread_mutex_unlock(&peer->lock);
     if (conn != NULL) {
-        if (kvx_tcp_flush(conn, DIRECT_BYTES_MAX) != TCP_FLUSH_IDLE) {
-            kvx_tcp_kick(conn); /* its thread waits for the socket */
+        bool left = kvx_tcp_flush(conn, DIRECT_BYTES_MAX) != TCP_FLUSH_IDLE;
+        if (left || conn->watch_ms == 0) {
+            kvx_tcp_kick(conn); /* its thread waits for the socket, and watches over the other host */
         }
         pthread_mutex_unlock(&conn->tx_lock);
     }
@@ -337,7 +338,7 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
     pthread_mutex_unlock(&peer->lock);
     complete(done);
     if (import != NULL) {
-        kvx_tcp_import_settle(import, status, sys_errno);
+        kvx_tcp_import_settle(conn, import, status, sys_errno);
     }
 }
 
@@ -497,7 +498,7 @@ void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno) {
             break;
         }
         if (control->import != NULL) {
-            kvx_tcp_import_settle(control->import, status, sys_errno);
+            kvx_tcp_import_settle(conn, control->import, status, sys_errno);
         }
         free(control);
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 from kvxfer.errors import KvxferError
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.native.status import Status
-from tests.native import tcp_target
+from tests.native import kvxd, tcp_target
 from tests.native.conformance import KIB, MIB, Side, settled, within
 from tests.native.kvxd import Frame, Speaker
 from tests.native.tcp_owner import connect, eventually, import_, initiator, owner, wired
@@ -212,3 +213,21 @@ async def test_many_segments_cross_frames_and_streams() -> None:
             outcome = side.engine.submit(OpKind.GET, mine.id, handle, rows, check=check)
             assert (await settled(outcome)).bytes == LENGTH
             assert np.array_equal(wanted, data)
+
+
+def cpu_s(pid: int) -> float:
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_an_owner_without_descriptors_waits_for_some() -> None:
+    async with target() as (process, described), initiator() as side:
+        used = len(os.listdir(f"/proc/{process.pid}/fd"))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 3, used + 3))
+        speakers = [await kvxd.dial(described["endpoint"]) for _ in range(8)]
+        before = cpu_s(process.pid)
+        await asyncio.sleep(0.4)
+        assert cpu_s(process.pid) - before < 0.15, "trying again must not take a whole core"
+        for speaker in speakers:
+            speaker.writer.close()
+        await reach(side, described)
