@@ -52,6 +52,7 @@ LAYERS = (
             *("sharing", "notifications", "mailboxes", "peer", "client"),
         ),
     ),
+    Layer(name="bench", modules=("bench", "bench.*")),
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
     Layer(name="testing", modules=("testing", "testing.*")),
 )
