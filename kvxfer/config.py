@@ -143,7 +143,7 @@ class Config:
         empty=True,
         wildcard=False,
     )
-    tcp_streams: int = _int(4, 1, 32, "Connections per peer of the tcp transport.")
+    tcp_streams: int = _int(2, 1, 32, "Connections per peer of the tcp transport.")
     tcp_threads: int = _int(2, 1, 64, "Threads that drive the tcp transport.")
     tcp_congestion: str = _text(
         "reno",

@@ -81,7 +81,7 @@ class EngineConfig:
     tcp_port: int = 0
     tcp_congestion: str = "reno"
     tcp_threads: int = 2
-    tcp_streams: int = 4
+    tcp_streams: int = 2
     fault_spec: str = ""
     counters_path: str = ""
     copy_threads: int = 2

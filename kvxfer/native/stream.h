@@ -25,7 +25,7 @@
 #define KVX_STREAM_HEAD_MAX      (KVX_STREAM_HEADER_BYTES + KVX_STREAM_SEGMENTS_MAX * KVX_STREAM_SEGMENT_BYTES)
 #define KVX_STREAM_BUFFER_BYTES  24576       /* a whole head and some of what follows */
 #define KVX_STREAM_FRAME_MAX     (64u << 20) /* no configuration may ask for larger payloads */
-#define KVX_STREAM_STREAMS_MAX   16
+#define KVX_STREAM_STREAMS_MAX   32
 
 _Static_assert(KVX_STREAM_BUFFER_BYTES >= KVX_STREAM_HEAD_MAX, "a head must fit the buffer");
 

@@ -25,7 +25,7 @@
 #define TCP_WINDOW_FRAMES    4  /* full-size frames in flight per connection */
 #define TCP_UNPROVED_MAX     64 /* accepted connections that have not proved a key yet */
 #define TCP_KEY_FAILURES_MAX 8  /* refused ATTACH requests before the connection is closed */
-#define TCP_THREADS_MAX      16
+#define TCP_THREADS_MAX      64
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
 #define TCP_TURN_BYTES       (4u << 20)   /* moved for one connection before others get their turn */
 #define TCP_SEND_BYTES       (512u << 10) /* in one sendmsg */

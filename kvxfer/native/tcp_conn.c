@@ -259,7 +259,7 @@ static void greeted(tcp_conn *conn) {
         return;
     }
     conn->stream = theirs->stream;
-    if (atomic_load(&conn->tcp->accepted) > conn->tcp->config->accepted_max) {
+    if (atomic_load(&conn->tcp->accepted) > (uint64_t)conn->tcp->config->accepted_max * theirs->streams) {
         answer_hello(conn, KVX_E_REFUSED);
         return;
     }
