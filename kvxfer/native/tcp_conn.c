@@ -365,6 +365,12 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
             vectors[count++] = (struct iovec){.iov_base = at, .iov_len = space};
         }
         struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};
+        /* after a reset the kernel still hands out what it has queued; who reset us counts on it not reaching memory */
+        int error = bytes > 0 && conn->role == KVX_STREAM_ACCEPTOR ? kvx_tcp_error(conn->fd) : 0;
+        if (error != 0) {
+            errno = error;
+            return -1;
+        }
         result = recvmsg(conn->fd, &message, MSG_DONTWAIT);
         if (result > 0) {
             uint64_t payload = (uint64_t)result < bytes ? (uint64_t)result : bytes;
