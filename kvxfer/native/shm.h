@@ -30,6 +30,7 @@
 #define SHM_GRANULE      (UINT64_C(2) << 20)  /* page tables are filled for so much at once */
 #define SHM_POPULATE_MAX (UINT64_C(1) << 20)  /* a smaller import is filled at once, in the progress thread */
 #define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* a larger one is unmapped by the copy pool */
+#define SHM_PROCESS      1                    /* marks the address of a link in the epoll set */
 #define SHM_SHUT         0x80000000u          /* in shm_import.users */
 
 enum shm_type {
@@ -108,9 +109,12 @@ struct shm_link {
     pid_t pid;
     kvx_table attached; /* of an acceptor: handle -> shm_attach */
     bool said_bye;
+    bool gone;   /* the other process ended: what it still said is read, then the link ends */
     bool held;   /* held_message waits for room in the notification queue */
     bool parked; /* not watched, although there may be something to read */
     shm_message held_message;
+
+    int process_fd; /* readable when the other process has ended, or -1 */
 
     pthread_mutex_t tx_lock;
     int fd;
@@ -207,7 +211,7 @@ struct shm_transport {
 };
 
 /* shm_link.c: sockets and messages */
-shm_link *kvx_shm_link_new(shm_transport *shm, int fd, shm_peer *peer);
+shm_link *kvx_shm_link_new(shm_transport *shm, int fd, pid_t pid, shm_peer *peer);
 void kvx_shm_link_free(shm_link *link);
 bool kvx_shm_link_watch(shm_link *link);
 void kvx_shm_link_unwatch(shm_link *link); /* until _watch */
@@ -217,6 +221,7 @@ void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int 
 bool kvx_shm_authentic(const shm_link *link, const shm_message *message, const uint8_t key[KVX_KEY_BYTES]);
 void kvx_shm_hello(shm_link *link, int status);
 void kvx_shm_link_event(shm_link *link, uint32_t events);
+void kvx_shm_link_gone(shm_link *link); /* its process_fd was told about, as the link's address plus SHM_PROCESS */
 void kvx_shm_link_read(shm_link *link, bool on);
 void kvx_shm_link_close(shm_link *link);    /* the socket, not the structure */
 bool kvx_shm_trusted(int fd, pid_t *pid_p); /* the same user, or root */

@@ -8,22 +8,42 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define FDS_MAX 4 /* received with one message; more are dropped by the kernel */
 
-shm_link *kvx_shm_link_new(shm_transport *shm, int fd, shm_peer *peer) {
+/* A child that the other process forked may hold its socket open after its death, so the end of the socket is not
+ * enough. Without a descriptor for the process (old kernels, other namespaces) it has to be. */
+static void process_watch(shm_link *link) {
+    link->process_fd = link->pid > 0 && link->pid != getpid() ? (int)syscall(SYS_pidfd_open, link->pid, 0) : -1;
+    if (link->process_fd >= 0) {
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = (uint8_t *)link + SHM_PROCESS};
+        (void)epoll_ctl(link->shm->epoll_fd, EPOLL_CTL_ADD, link->process_fd, &event);
+    }
+}
+
+static void process_unwatch(shm_link *link) {
+    if (link->process_fd >= 0) {
+        close(link->process_fd);
+        link->process_fd = -1;
+    }
+}
+
+shm_link *kvx_shm_link_new(shm_transport *shm, int fd, pid_t pid, shm_peer *peer) {
     shm_link *link = calloc(1, sizeof(*link));
     if (link == NULL) {
         return NULL;
     }
     link->shm = shm;
     link->peer = peer;
+    link->pid = pid;
     link->fd = fd;
     link->parked = true;
     link->reading = true;
     kvx_random(link->nonce_mine, sizeof(link->nonce_mine));
     pthread_mutex_init(&link->tx_lock, NULL);
+    process_watch(link);
     return link;
 }
 
@@ -48,6 +68,7 @@ void kvx_shm_link_close(shm_link *link) {
     }
     packets_free(link);
     pthread_mutex_unlock(&link->tx_lock);
+    process_unwatch(link);
     link->state = SHM_DEAD;
 }
 
@@ -315,8 +336,11 @@ static bool receive(shm_link *link) {
         .msg_iov = &bytes, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control.space)};
     ssize_t got = recvmsg(link->fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (got < 0) {
-        if (errno != EAGAIN && errno != EINTR) {
-            link_end(link, KVX_E_PEER_LOST, errno, true);
+        if (errno == EINTR) {
+            return true;
+        }
+        if (errno != EAGAIN || link->gone) {
+            link_end(link, KVX_E_PEER_LOST, errno == EAGAIN ? 0 : errno, true);
         }
         return false;
     }
@@ -353,17 +377,30 @@ void kvx_shm_link_event(shm_link *link, uint32_t events) {
             kvx_shm_link_read(link, true);
         }
     }
-    for (int i = 0; i < SHM_READS_MAX && link->state <= SHM_OPEN && link->reading && !link->parked; i++) {
+    for (int i = 0; (i < SHM_READS_MAX || link->gone) && link->state <= SHM_OPEN && link->reading && !link->parked;
+         i++) {
         if (!receive(link)) {
             return;
         }
         pthread_mutex_lock(&link->tx_lock);
-        if (link->tx_count >= SHM_TX_MAX) { /* it asks faster than it listens */
+        if (link->tx_count >= SHM_TX_MAX && !link->gone) { /* it asks faster than it listens */
             link->reading = false;
             watch_again(link);
         }
         pthread_mutex_unlock(&link->tx_lock);
     }
+}
+
+void kvx_shm_link_gone(shm_link *link) {
+    if (link->state == SHM_DEAD || link->process_fd < 0) {
+        return;
+    }
+    process_unwatch(link);
+    link->gone = true;
+    if (!link->held && link->state != SHM_LINGER) {
+        kvx_shm_link_read(link, true);
+    }
+    kvx_shm_link_event(link, link->state == SHM_LINGER ? EPOLLHUP : EPOLLIN);
 }
 
 void kvx_shm_deadline(shm_transport *shm, uint64_t at_ms) {

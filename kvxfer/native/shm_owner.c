@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -246,6 +247,8 @@ void kvx_shm_owner_held(shm_link *link) {
         kvx_shm_link_read(link, true);
         if (link->parked && !kvx_shm_link_watch(link)) {
             kvx_shm_owner_hang_up(link);
+        } else if (link->gone) {
+            kvx_shm_link_event(link, EPOLLIN);
         }
     }
 }

@@ -92,7 +92,7 @@ static void connect_try(shm_peer *peer) {
         connect_end(peer, KVX_E_REFUSED, EPERM);
         return;
     }
-    shm_link *link = kvx_shm_link_new(shm, fd, peer);
+    shm_link *link = kvx_shm_link_new(shm, fd, peer->pid, peer);
     if (link == NULL || !kvx_shm_link_watch(link)) {
         if (link != NULL) {
             kvx_shm_link_free(link);

@@ -39,12 +39,11 @@ static void accept_one(shm_transport *shm, int fd) {
         close(fd);
         return;
     }
-    shm_link *link = kvx_shm_link_new(shm, fd, NULL);
+    shm_link *link = kvx_shm_link_new(shm, fd, pid, NULL);
     if (link == NULL) {
         close(fd);
         return;
     }
-    link->pid = pid;
     link->deadline_ms = kvx_now_ms() + shm->config->handshake_ms;
     if (!kvx_shm_link_watch(link)) {
         kvx_shm_link_free(link);
@@ -178,6 +177,8 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
             woken = read(shm->wake_fd, &value, sizeof(value)) > 0;
         } else if (what == &shm->listen_fd) {
             accept_turn(shm);
+        } else if ((uintptr_t)what & SHM_PROCESS) {
+            kvx_shm_link_gone((shm_link *)((uint8_t *)what - SHM_PROCESS));
         } else {
             kvx_shm_link_event(what, events[i].events);
         }

@@ -2,7 +2,8 @@
 
     python shm_process.py '{"directory": ..., "how": "alloc" | "register", "length": ..., "settings": {...}}'
 
-Commands, one per line, each answered with one: `sum`, `fill N`, `revoke`, `close`.
+Commands, one per line, each answered with one: `sum`, `fill N`, `revoke`, `close`, `reach {...}` (import a grant of
+another engine), `fork` (a child that does nothing; its process id).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,27 @@ async def main(what: dict[str, Any]) -> None:
             answer = str((await engine.revoke(grant.id)).status)
         elif command == "close":
             engine.close()
+        elif command == "reach":
+            answer = await reach(engine, json.loads(argument))
+        elif command == "fork":
+            answer = str(idle_child())
         print(answer, flush=True)
+
+
+async def reach(engine: Engine, told: dict[str, Any]) -> str:
+    key = bytes.fromhex(told.pop("key"))
+    peer, connecting = engine.connect(1, told.pop("endpoint"))
+    assert (await connecting).status == 0
+    _, importing = engine.import_(peer, key=key, access=3, **told)
+    return str((await importing).status)
+
+
+def idle_child() -> int:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    return pid
 
 
 if __name__ == "__main__":

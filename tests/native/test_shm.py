@@ -1,5 +1,5 @@
 """The shm transport beyond what every transport promises: processes that freeze and die, memory without a descriptor,
-mappings, sockets in the file system.
+mappings.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.errors import ConfigError, Revoked, TransportUnavailable
-from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
+from kvxfer.errors import Revoked
+from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.native.status import Status
 from tests.native.conformance import BOTH, KIB, MIB, Pair, Side, settled, short_directory, within
 from tests.native.shm_owner import eventually
@@ -290,82 +289,34 @@ async def test_a_frozen_owner_and_its_death() -> None:
         assert pair.counters.peers_lost == 1
 
 
-# -- endpoints and sockets --------------------------------------------------------------------------------------------
+@asynccontextmanager
+async def forked(process: Process) -> AsyncIterator[None]:
+    """It has a child, which inherited all its sockets and mappings, and dies."""
+    pid = int(await process.ask("fork"))
+    try:
+        process.signal(signal.SIGKILL)
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
-async def connect_status(side: Side, endpoint: str) -> tuple[Status, int]:
-    peer, connecting = side.engine.connect(1, endpoint)
-    event = await within(connecting)
-    assert event.id == peer
-    return Status(event.status), event.sys_errno
+async def test_children_of_a_dead_owner_do_not_stand_for_it() -> None:
+    async with apart("alloc") as pair:
+        assert (await pair.import_()).status == 0
+        async with forked(pair.owner):
+            assert (await pair.side.event(EventKind.PEER_DOWN)).id == pair.peer
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-
-
-async def test_endpoints() -> None:
-    with short_directory() as directory:
-        side = Side(directory, ("shm",))
-        try:
-            boot, _, path = side.engine.transports[1].endpoint.partition(":")
-            assert boot == boot_id()
-            assert Path(path) == directory / f"e-{side.engine.engine_id.hex()[:12]}.sock"
-            assert await connect_status(side, f"{boot}:{path}") == (Status.OK, 0)
-            assert await connect_status(side, f"{'0' * 32}:{path}") == (Status.OTHER_HOST, 0)
-            assert await connect_status(side, f"{boot}:{path}x") == (Status.UNREACHABLE, 2)
-            for endpoint in (path, boot, f"{boot}:", f"{boot}:x", f"{boot}:/{'x' * 108}", "x:/y"):
-                assert (await connect_status(side, endpoint))[0] == Status.UNREACHABLE
-        finally:
-            side.close()
-
-
-async def test_a_listener_that_never_answers() -> None:
-    with short_directory() as directory:
-        side = Side(directory, ("shm",), connect_ms=150)
-        endpoint = f"{side.engine.transports[1].endpoint.partition(':')[0]}:{directory}/deaf.sock"
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                listener.bind(f"{directory}/deaf.sock")
-                listener.listen(0)
-                outcomes = await asyncio.gather(*(connect_status(side, endpoint) for _ in range(4)))
-                assert {status for status, _ in outcomes} == {Status.TIMEOUT}, "also those its queue has no room for"
-            await eventually(lambda: side.engine.counters().peers == 0)
-        finally:
-            side.close()
-
-
-def opened(directory: str) -> None:
-    """Try to open an engine there."""
-    Engine(EngineConfig(engine_id=bytes(range(16)), transports=("shm",), socket_dir=directory)).close()
-
-
-def test_where_sockets_live() -> None:
-    with pytest.raises(ConfigError, match="is too long"):
-        opened(f"/tmp/{'x' * 100}")
-    with pytest.raises(ConfigError, match="absolute"):
-        opened("here")
-    with pytest.raises(TransportUnavailable, match="No such file"):
-        opened("/tmp/kvx-not-there")
-
-
-def test_a_socket_that_nobody_listens_on_is_replaced() -> None:
-    with short_directory() as directory:
-        path = directory / f"e-{bytes(range(16)).hex()[:12]}.sock"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-            dead.bind(str(path))
-        opened(str(directory))
-        assert not path.exists()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as alive:
-            alive.bind(str(path))
-            alive.listen()
-            with pytest.raises(TransportUnavailable, match="Address already in use"):
-                opened(str(directory))
-        path.unlink()
-        path.write_text("a file of somebody")
-        with pytest.raises(TransportUnavailable, match="Address already in use"):
-            opened(str(directory))
-        assert path.read_text() == "a file of somebody"
+async def test_children_of_a_dead_initiator_do_not_stand_for_it() -> None:
+    async with apart("alloc") as pair:
+        side = pair.side
+        grant = side.engine.grant(pair.mine.id, 0, LENGTH, BOTH)
+        told = {"grant": grant.id, "generation": grant.generation, "length": LENGTH, "key": grant.key.hex()}
+        told["endpoint"] = side.engine.transports[1].endpoint
+        assert await pair.owner.ask(f"reach {json.dumps(told)}") == "0"
+        async with forked(pair.owner):
+            assert (await side.event(EventKind.GRANT_LOST)).id == grant.id
+            assert (await within(side.engine.revoke(grant.id))).status == 0
 
 
 async def test_idle_is_idle() -> None:
