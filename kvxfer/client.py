@@ -73,16 +73,15 @@ class Client:
         counters = counters_path(directory, engine_id)
         facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
-        # The daemon first: without it there is nothing to clean up, and it knows what to advertise.
-        engine = Engine(
-            EngineConfig.from_config(
-                self.config, engine_id, socket_dir=str(directory), counters_path=str(counters), tcp_port=0
-            )
+        settings = EngineConfig.from_config(
+            self.config, engine_id, socket_dir=str(directory), counters_path=str(counters), tcp_port=0
         )
-        self._engine = engine
+        engine = None
         try:
+            # The daemon first: without it there is nothing to do, and it knows what to advertise.
             await control.start()
             self._control = control
+            self._engine = engine = Engine(settings)
             self._plane = DataPlane(
                 engine,
                 self.config,
@@ -93,7 +92,9 @@ class Client:
             self._mailboxes = Mailboxes(control, self.config)
         except BaseException:
             await control.aclose()
-            engine.close()
+            self._control = None
+            if engine is not None:
+                engine.close()
             raise
         return self
 
@@ -209,6 +210,9 @@ class Client:
         else:
             raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
         region.require()
+        if not isinstance(remote, RemoteDescriptor):
+            hint = "RemoteDescriptor.from_dict makes one of a dict"
+            raise UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
         if not isinstance(remote_offset, int) or remote_offset < 0:
             raise InvalidLength("the remote offset must be an integer of at least 0", value=repr(remote_offset)[:40])
         if remote_offset + length > remote.length:

@@ -108,7 +108,9 @@ def unreachable(failures: Failures) -> KvxferError:
                 others = {other: why for other, why in reasons.items() if other != label}
                 failure.fields.update(others)
                 return failure
-    error: KvxferError = PeerUnreachable("no candidate address answers")
+    error: KvxferError = PeerUnreachable(
+        "no candidate address answers", hint="is `kvxfer serve` running there, and is this its `listen` address?"
+    )
     if any(isinstance(failure, OSError) and failure.errno in OUT_OF_DESCRIPTORS for failure in failures.values()):
         error = ResourceExhausted("this process cannot open another connection", retryable=True)
     error.fields.update(reasons)

@@ -326,7 +326,7 @@ class Link(asyncio.Protocol):
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family == socket.AF_UNIX:
             self.pid, self.uid = peer_credentials(connection)
-            self.name = f"pid {self.pid}"
+            self.name = f"daemon with pid {self.pid}" if self._session.side == "dialler" else f"pid {self.pid}"
         else:
             name = transport.get_extra_info("peername")
             self.name = format_address(str(name[0]), int(name[1])) if name else "unknown"

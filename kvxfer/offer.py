@@ -161,7 +161,7 @@ class Landing:
         self._wake()
 
     def _commit(self, layers: int) -> None:
-        if layers != len(self._seen):
+        if not layers == len(self._seen) == self._cache.layout.geometry.layers:
             self._fail(ProtocolError("the push committed without all its layers", said=layers, arrived=len(self._seen)))
         elif self._error is None:
             self.committed = True

@@ -48,9 +48,9 @@ def ensure_socket_dir(path: Path) -> Path:
     except FileExistsError:
         pass
     except FileNotFoundError as error:
-        raise _refused(
-            path, f"its parent {path.parent} does not exist", "create it, or set another socket_dir"
-        ) from error
+        gone = not path.parent.exists()
+        why = f"its parent {path.parent} does not exist" if gone else "cannot be made there"
+        raise _refused(path, why, "create it, or set another socket_dir") from error
     except NotADirectoryError as error:
         raise _refused(path, f"{path.parent} is not a directory") from error
     except OSError as error:
@@ -77,7 +77,9 @@ def check_socket_dir(path: Path) -> None:
             path, f"belongs to user {status.st_uid}, not to user {os.getuid()}", "remove it, or set another socket_dir"
         )
     if status.st_mode & 0o077:
-        raise _refused(path, f"others may enter it (mode {status.st_mode & 0o777:04o})", f"chmod 700 {path}")
+        shared = status.st_mode & stat.S_ISVTX  # such as /tmp: to close it would break the host
+        hint = f"set socket_dir to a directory below it, {path}/kvxfer" if shared else f"chmod 700 {path}"
+        raise _refused(path, f"others may enter it (mode {status.st_mode & 0o777:04o})", hint)
 
 
 def _checked(path: Path, source: str) -> Path:

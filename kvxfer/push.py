@@ -211,6 +211,15 @@ class Push:
         self._raise_if_failed()
         if self._claim is None or self._deadline is None:
             raise ClosedError(f"the push of {self.request_id} is not open")
+        layers = self._cache.layout.geometry.layers
+        if len(self._layers) < layers:
+            # The other side must never decode from a cache with holes.
+            raise UsageError(
+                f"the push of {self.request_id} was left before all its layers were written; nothing is committed",
+                layers=layers,
+                written=len(self._layers),
+                hint="call layer(i) for every layer, or layers(), inside the block",
+            )
         await self._drain_running()
         tag = tags.pack(tags.COMMIT, self._claim.claim, 0)
         left = self._deadline.require("the push was committed")

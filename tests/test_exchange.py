@@ -286,7 +286,28 @@ async def test_layers_are_pushed_once_and_exist() -> None:
                 for bad in (0, -1, 3, "1"):
                     with pytest.raises(UsageError):
                         await push.layer(bad)  # type: ignore[arg-type]
+                await push.layer(2)
+                await push.layer(1)
             await landing.wait()
+
+
+async def test_a_push_without_all_layers_is_never_committed() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, source_table, sink, sink_table = await prepared(a, b)
+        async with b.offer("r1", sink, sink_table) as landing:
+            with pytest.raises(UsageError, match="before all its layers"):
+                async with a.push("r1", to=b.addresses, cache=source, table=source_table) as push:
+                    await push.layer(0)
+            with pytest.raises(KvxferError):
+                await landing.wait()
+            assert not landing.committed
+        with pytest.raises(UsageError, match="before all its layers"):
+            async with a.push("r2", to=b.addresses, cache=source, table=source_table, land=True) as push:
+                await push.layer(1)
+        with pytest.raises(UnknownTransfer):
+            async with b.adopt("r2", wait_s=0.05):
+                pass
+        await gauges_are_clean(b)
 
 
 async def test_a_landing_is_adopted_without_a_copy() -> None:

@@ -120,4 +120,8 @@ def _not_kvxfer(beginning: bytes | bytearray) -> NotKvxfer:
     if not known and beginning.startswith(_HTTP_METHODS):
         known = ["HTTP"]
     looks = f"; it looks like {known[0]}" if known else ""
-    return NotKvxfer(f"the other side does not speak kvxfer's protocol{looks}", begins_with=bytes(beginning[:8]).hex())
+    return NotKvxfer(
+        f"the other side does not speak kvxfer's protocol{looks}",
+        begins_with=bytes(beginning[:8]).hex(),
+        hint="check the address and port: they must be those of a daemon's option `listen`",
+    )

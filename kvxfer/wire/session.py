@@ -350,13 +350,18 @@ class Session:
     def _check_acceptor(self, welcome: m.Welcome, said: bytes) -> None:
         if welcome.auth == "none":
             if self._auth_required:
-                raise AuthenticationError("the peer does not ask for the shared secret, but this side requires it")
+                hint = "give that node the same secret_file, or take it away from this side"
+                raise AuthenticationError(
+                    "the peer does not ask for the shared secret, but this side requires it", hint=hint
+                )
             return
         if not self._secret:
             hint = "set secret_file to the file that the other nodes use"
             raise AuthenticationError("the peer requires the shared secret, and this side has none", hint=hint)
         if not verify(self._secret, "acceptor", said, welcome.proof):
-            raise AuthenticationError("the peer's shared secret is not the same as this side's")
+            raise AuthenticationError(
+                "the peer's shared secret is not the same as this side's", hint="give all nodes the same secret_file"
+            )
 
     def _on_proof(self, proof: m.Proof) -> Step:
         assert self._hello is not None
