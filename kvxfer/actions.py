@@ -70,12 +70,13 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleElsewhere:
-    """Send a settlement to the daemon of `node_id`; empty: to the addresses that the request itself named.
+    """Send a settlement to the daemon of `node_id`; empty: to whoever answers at the addresses `node`.
 
     With a `link`, relay the answer to that worker's request `rid`.
     """
 
     node_id: str
+    node: tuple[str, ...] = ()
     posting: str
     claim: int
     outcome: str

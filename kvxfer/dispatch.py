@@ -160,6 +160,7 @@ class Dispatcher:
         )
 
     def _on_settle(self, link: Link, message: m.Settle) -> None:
+        node = message.node if self._is_elsewhere(link, message.node) else ()
         self.run(
             self.registry.settle(
                 self._clock(),
@@ -170,6 +171,7 @@ class Dispatcher:
                 outcome=message.outcome,
                 code=message.code,
                 detail=message.detail,
+                node=node,
             )
         )
 

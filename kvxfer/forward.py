@@ -54,18 +54,36 @@ class Forwarder:
 
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None:
         """Ask another node; the worker hears of it in any case. Raises `TooManyPending`."""
-        running = self._running.get(link, 0)
-        if running >= self._config.requests_max:
-            raise TooManyPending("too many requests to other nodes", limit=self._config.requests_max)
-        self._running[link] = running + 1
+        self._begin(link)
         wait_s = message.wait_s if isinstance(message, m.Claim) else 0.0
         deadline = Deadline.after(wait_s + self._config.connect_s + self._config.handshake_s + REPLY_MARGIN_S)
         self._owner.spawn(self._forward(link, message, deadline), f"forward {type(message).__name__}")
 
     def settle(self, action: act.SettleElsewhere) -> None:
         """Tell another node how a claim ended there; relay the answer when a worker waits for it."""
+        worker = action.link if isinstance(action.link, Link) else None
+        if worker is not None and not action.node_id:  # what has a route is bounded by the routes
+            try:
+                self._begin(worker)
+            except TooManyPending as error:
+                self._dispatcher.refuse(worker, action.rid, error)
+                return
         with contextlib.suppress(ClosedError):  # this daemon ends, and the other node hears of that
-            self._owner.spawn(self._settle(action), "settle elsewhere")
+            self._owner.spawn(self._settle(action, worker), "settle elsewhere")
+
+    def _begin(self, link: Link) -> None:
+        """Count one more request of this worker. Raises `TooManyPending`."""
+        running = self._running.get(link, 0)
+        if running >= self._config.requests_max:
+            raise TooManyPending("too many requests to other nodes", limit=self._config.requests_max)
+        self._running[link] = running + 1
+
+    def _end(self, link: Link) -> None:
+        left = self._running[link] - 1
+        if left:
+            self._running[link] = left
+        else:
+            del self._running[link]
 
     async def _forward(self, link: Link, message: Any, deadline: Deadline) -> None:
         try:
@@ -77,11 +95,7 @@ class Forwarder:
         except KvxferError as error:
             self._dispatcher.refuse(link, message.rid, error)
         finally:
-            left = self._running[link] - 1
-            if left:
-                self._running[link] = left
-            else:
-                del self._running[link]
+            self._end(link)
 
     async def _ask(self, message: Any, deadline: Deadline) -> Message:
         request = replace(message, node=(), rid=0)
@@ -101,6 +115,9 @@ class Forwarder:
                 peer.abort("it answered with something else")
                 got = type(reply).__name__
                 raise ProtocolError(f"the peer answered {type(message).__name__} with {got}", peer=peer.name)
+            if isinstance(reply, m.Claimed) and reply.node_id != peer.peer.node_id:
+                peer.abort("it granted what belongs to another node")
+                raise ProtocolError("the peer granted what belongs to another node", peer=peer.name)
             return reply
 
     def _claimed(self, link: Link, rid: int, reply: m.Claimed) -> None:
@@ -117,7 +134,7 @@ class Forwarder:
         self._dispatcher.run(self._dispatcher.registry.claimed_elsewhere(self._clock(), answer))
         self._dispatcher.follow_node(reply.node_id)
 
-    async def _settle(self, action: act.SettleElsewhere) -> None:
+    async def _settle(self, action: act.SettleElsewhere, worker: Link | None) -> None:
         message = m.Settle(
             posting=action.posting,
             claim=action.claim,
@@ -125,10 +142,9 @@ class Forwarder:
             code=action.code,
             detail=action.detail,
         )
-        worker = action.link if isinstance(action.link, Link) else None
         try:
             deadline = Deadline.after(self._config.connect_s + REPLY_MARGIN_S)
-            peer = await self._pool.get((), action.node_id, deadline)
+            peer = await self._pool.get(action.node, action.node_id, deadline)
             await peer.request(message, timeout=deadline.require("the peer was told"))
         except KvxferError as error:
             # Not told now; it will find out by itself: by the end of the lease, or of the data path.
@@ -137,6 +153,9 @@ class Forwarder:
         else:
             if worker is not None:
                 self._dispatcher.reply(worker, m.Done(rid=action.rid))
+        finally:
+            if worker is not None and not action.node_id:
+                self._end(worker)
         self._dispatcher.follow_node(action.node_id)
 
 

@@ -5,8 +5,9 @@ The idea: a landing is two postings over one piece of memory, one after the othe
 ticket with a single, write-only claim, made for the worker that asked. The commit, a notification behind the bytes,
 revokes the write access; when the engine says that nothing can write any more, the same memory is posted read-only as
 a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
-lease) leads to the same place: access is revoked, and when it is quiet the memory is free for the next landing. The
-pool's capacity is fixed; when it is in use, the answer is `BusyError` at once.
+lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
+landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
+is `BusyError` at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgpack
+import numpy as np
 
 from kvxfer import actions as act
 from kvxfer import tags
@@ -264,8 +266,11 @@ class LandingPool:
             landing.grant = 0
 
     async def _reuse(self, landing: Landing, region: RegionInfo) -> None:
-        """Quarantine: the memory is used again only when no peer can reach it any more."""
+        """Quarantine: the memory is used again only when no peer can reach it any more, and then holds zeros."""
         await asyncio.gather(*landing.quiet)
+        # A mapping of the memory ends at a page, and so may what was written through it.
+        written = self._plane.engine.buffer(region)[: _rounded(landing.length)]
+        await asyncio.to_thread(_clear, written)
         self.quarantined -= 1
         self.used_bytes -= landing.size
         self._keep(region)
@@ -274,6 +279,11 @@ class LandingPool:
         self.kept_bytes += region.length
         self._kept.append(region)
         self._kept.sort(key=lambda kept: kept.length)
+
+
+def _clear(memory: memoryview) -> None:
+    """Zero the memory; runs off the loop, and lets go of it when the engine closes meanwhile (it stays mapped)."""
+    np.frombuffer(memory, dtype=np.uint8).fill(0)
 
 
 def _rounded(length: int) -> int:

@@ -201,12 +201,12 @@ class Registry:
         outcome: str,
         code: str = "",
         detail: str = "",
-        elsewhere: bool = False,
+        node: tuple[str, ...] = (),
     ) -> list[Action]:
         """A claim ended, here or (when it has a route) at another node. Repeating it is harmless.
 
-        `elsewhere`: the worker named a node. A claim that we do not know then belongs to that node, since the route
-        may have been lost when this daemon restarted; the action has no `node_id`.
+        `node`: the addresses of another node that the worker named. A claim that we do not know then belongs to that
+        node, since the route may have been lost when this daemon restarted; the action has no `node_id`.
         """
         key = (posting, claim)
 
@@ -214,12 +214,14 @@ class Registry:
             route = party.routes.get(key)
             if outcome not in OUTCOMES:
                 raise UsageError("bad outcome", outcome=outcome[:40])
-            if route is None and (not elsewhere or not party.is_worker or self._book.knows(posting)):
+            if route is None and self._routes.get(key) is not None:
+                raise AccessDenied("this claim is another worker's", posting=posting, claim=claim)
+            if route is None and (not node or not party.is_worker or self._book.knows(posting)):
                 return self._book.settle(now, party, rid, key, outcome, code, detail)
             if route is not None:
                 self._routes.drop(route)
             node_id = "" if route is None else route.node_id
-            return [_settle_elsewhere(node_id, key, outcome, code, detail, link=link, rid=rid)]
+            return [_settle_elsewhere(node_id, key, outcome, code, detail, node=node, link=link, rid=rid)]
 
         return self._answer(now, link, rid, decide)
 
@@ -377,11 +379,13 @@ def _settle_elsewhere(
     code: str,
     detail: str,
     *,
+    node: tuple[str, ...] = (),
     link: Link | None = None,
     rid: int = 0,
 ) -> SettleElsewhere:
     return SettleElsewhere(
         node_id=node_id,
+        node=node,
         posting=key[0],
         claim=key[1],
         outcome=outcome,

@@ -196,6 +196,21 @@ async def test_memory_is_used_again() -> None:
         assert len(regions) == 1
 
 
+async def test_reused_memory_holds_nothing_of_an_earlier_request() -> None:
+    async with node() as server, worker(server) as pusher, worker(server) as adopter:
+        claimed = await committed(server, pusher)
+        adopted = await adopter.ask(adopt(wait_s=5.0))
+        (landing,) = server.landings._by_key.values()
+        assert landing.region is not None
+        memory = np.frombuffer(server.engine.buffer(landing.region), dtype=np.uint8)
+        assert memory.any()
+        await adopter.ask(settle(adopted))
+        await free(server)
+        assert not memory.any()
+        again = await pusher.ask(land("second", MIB // 2))
+        assert descriptor_of(again).region == descriptor_of(claimed).region
+
+
 async def test_what_can_never_fit_and_a_key_in_use_are_refused() -> None:
     async with node(landing_bytes_max=MIB) as server, worker(server) as pusher:
         with pytest.raises(TooLarge):

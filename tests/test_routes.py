@@ -72,15 +72,16 @@ def test_a_settlement_goes_where_the_claim_is() -> None:
         rid=bench._rid,
     )
     assert refusal(bench.settle(answer)).code == "unknown_transfer"
-    (again,) = bench.settle(answer, elsewhere=True)
+    (again,) = bench.settle(answer, node=("127.0.0.1:1",))
     assert isinstance(again, SettleElsewhere)
-    assert again.node_id == ""
+    assert (again.node_id, again.node) == ("", ("127.0.0.1:1",))
 
 
 def test_another_worker_cannot_settle_by_a_route_that_is_not_its_own() -> None:
     bench = Bench()
     answer = routed(bench)
-    assert refusal(bench.settle(answer, link="other")).code == "unknown_transfer"
+    for node in ((), ("127.0.0.1:1",)):
+        assert refusal(bench.settle(answer, link="other", node=node)).code == "access_denied"
     assert bench.registry.counts().routes == 1
 
 
