@@ -77,14 +77,20 @@ void side_open(side *s, const char *name, const char *transport, const char *soc
     memset(s, 0, sizeof(*s));
     snprintf(s->name, sizeof(s->name), "%s", name);
     kvx_engine_config config = config_of(transport, socket_dir);
-    char why[512] = "";
+    const char *base = strncmp(transport, "fault+", 6) == 0 ? transport + 6 : transport;
+    char why[512] = "", faults[160];
+    snprintf(faults, sizeof(faults),
+             "seed=%u,delay_ms=0..3,fail_rate=0.03,hang_rate=0.01,flip_rate=0.03,short_rate=0.03",
+             (unsigned)dice(1u << 30));
+    s->faulty = base != transport;
+    config.fault_spec = s->faulty ? faults : "";
     int status = kvx_engine_open(&config, &s->engine, why, sizeof(why));
     if (status != KVX_OK) {
         harness_fail(__FILE__, __LINE__, "%s: open: %s: %s", name, kvx_status_name(status), why);
     }
     kvx_transport_info info;
     for (uint32_t i = 0; i < KVX_TRANSPORTS_MAX && kvx_transport_query(s->engine, i, &info) == KVX_OK; i++) {
-        if (strcmp(info.name, transport) == 0) {
+        if (strcmp(info.name, transport) == 0 || strcmp(info.name, base) == 0) {
             s->transport = i;
             s->caps = info.caps;
             snprintf(s->endpoint, sizeof(s->endpoint), "%s", info.endpoint);
@@ -216,13 +222,25 @@ kvx_event side_wait(side *const *sides, size_t count, side *s, uint64_t token) {
     return event;
 }
 
+static void cancel_all(side *s) {
+    for (size_t i = 0; i < TOKENS_MAX; i++) {
+        if (s->slots[i].token != 0 && !s->slots[i].completed) {
+            kvx_cancel(s->engine, s->slots[i].token);
+        }
+    }
+}
+
 void side_settle(side *const *sides, size_t count) {
-    uint64_t deadline = now_ms() + DEADLINE_MS;
+    uint64_t deadline = now_ms() + DEADLINE_MS, patience = now_ms() + 100;
     for (size_t i = 0; i < count; i++) {
         while (sides[i]->live != 0) {
             if (now_ms() > deadline) {
                 harness_fail(__FILE__, __LINE__, "%s: %llu tokens did not complete", sides[i]->name,
                              (unsigned long long)sides[i]->live);
+            }
+            if (sides[i]->faulty && now_ms() > patience) {
+                cancel_all(sides[i]);
+                patience = now_ms() + 100;
             }
             side_pump(sides, count, 100);
         }

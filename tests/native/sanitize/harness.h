@@ -30,6 +30,7 @@ typedef struct side {
     uint32_t transport; /* index of the one under test */
     char endpoint[KVX_ENDPOINT_MAX];
     uint32_t caps;
+    bool faulty; /* operations may hang on purpose until they are cancelled */
     bool lane_busy[LANES];
     uint64_t live; /* tokens */
     uint64_t completed;

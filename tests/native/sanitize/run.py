@@ -38,7 +38,8 @@ SCENARIOS = (
     ("kill", 4, True),
     ("hostile", 6, True),
 )
-TRANSPORTS = ("loop", "shm", "tcp")
+TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
+FAULTY = ("storm", "close")  # scenarios that expect nothing of an operation but its end
 TIME_LIMIT_S = 300
 
 
@@ -113,7 +114,8 @@ def main() -> int:
         driver = build(sanitizer)
         for scenario, rounds, apart in SCENARIOS:
             for transport in args.transport or TRANSPORTS:
-                if (args.scenario and scenario not in args.scenario) or (apart and transport == "loop"):
+                chosen = not args.scenario or scenario in args.scenario
+                if not chosen or (apart and transport == "loop") or ("+" in transport and scenario not in FAULTY):
                     continue
                 for seed in range(args.seed, args.seed + args.times):
                     begun = time.monotonic()
