@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from kvxfer.actions import Action, Claimed, Done, Notify, Posted, Refused
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, Config
 from kvxfer.errors import (
+    BY_CODE,
     AccessDenied,
     InternalError,
     KvxferError,
@@ -42,6 +43,7 @@ from kvxfer.postings import (
     not_served,
     used_up,
 )
+from kvxfer.tally import AIMS, WITHDRAWN, Tally
 from kvxfer.timeline import Timeline
 
 DETAIL_CHARS_MAX = 1000
@@ -62,6 +64,7 @@ class Book:
         self._waiting = WaitingRoom(config.waiting_max)
         self._ended = EndedMemory(config.expired_memory_max)
         self._timeline: Timeline[tuple[str, str, int]] = Timeline()
+        self.tally = Tally()
         self.posting_bytes = 0
         self.claims = 0
         self.draining = False
@@ -131,18 +134,18 @@ class Book:
             self._timeline.set(("posting", posting.id, 0), posting.deadline)
         return [_posted(now, party, rid, posting)]
 
-    def withdraw(self, party: Party, rid: int, posting_id: str, reason: str) -> list[Action]:
+    def withdraw(self, now: float, party: Party, rid: int, posting_id: str, reason: str) -> list[Action]:
         """Withdrawing what has already ended is harmless."""
         if posting_id not in self._postings and self._ended.get(posting_id) is not None:
             return [Done(link=party.link, rid=rid)]
         posting = self._owned(party, posting_id)
-        return [Done(link=party.link, rid=rid), *self._end(posting, "withdrawn", "", reason)]
+        return [Done(link=party.link, rid=rid), *self._end(now, posting, "withdrawn", "", reason)]
 
-    def owner_lost(self, posting: Posting) -> list[Action]:
+    def owner_lost(self, now: float, posting: Posting) -> list[Action]:
         """The owner is gone; the claimants are told at once."""
-        return self._end(posting, "lost", PeerLost.code, f"{posting.owner.name} ended")
+        return self._end(now, posting, "lost", PeerLost.code, f"{posting.owner.name} ended")
 
-    def drain(self) -> list[Action]:
+    def drain(self, now: float) -> list[Action]:
         """Withdraw what nobody has claimed, send waiters away, and take nothing new. What is claimed goes on."""
         self.draining = True
         actions: list[Action] = []
@@ -153,7 +156,7 @@ class Book:
             notice = Notify(
                 link=posting.owner.link, posting=posting.id, claim=0, what="withdrawn", code=PeerDraining.code
             )
-            actions += [notice, *self._end(posting, "withdrawn", PeerDraining.code, "")]
+            actions += [notice, *self._end(now, posting, "withdrawn", PeerDraining.code, "")]
         return actions
 
     # -- the claimant ----------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ class Book:
             elif posting is not None and what == "posting":
                 owner, code = posting.owner.link, LeaseExpired.code
                 actions.append(Notify(link=owner, posting=posting.id, claim=0, what="expired", code=code))
-                actions += self._end(posting, "expired", code, "")
+                actions += self._end(now, posting, "expired", code, "")
         return actions
 
     # -- the parts -------------------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ class Book:
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
-        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id)
+        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now)
         posting.claims[claim.number] = party.claims[claim.key] = claim
         self.claims += 1
         answer = Claimed(
@@ -340,7 +343,7 @@ class Book:
 
     def _settle(self, now: float, claim: Claim, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
         posting = claim.posting
-        self._forget_claim(claim)
+        self._forget_claim(now, claim, code)
         if posting.kind in SINGLE_USE or (posting.kind == "ticket" and what == "settled" and code == "done"):
             posting.spent += 1
         told: list[Action] = [_notice(claim, what, code, detail)] if tell else []
@@ -367,13 +370,14 @@ class Book:
             actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
         return actions
 
-    def _end(self, posting: Posting, how: str, code: str, detail: str) -> list[Action]:
+    def _end(self, now: float, posting: Posting, how: str, code: str, detail: str) -> list[Action]:
         """The posting is gone: tell its claimants and those who wait for it."""
+        reason = code or (detail if detail in AIMS or detail in BY_CODE else WITHDRAWN)
         actions: list[Action] = []
         for claim in list(posting.claims.values()):
             if claim.party is not None and (how != "lost" or claim.party is not posting.owner):
                 actions.append(_notice(claim, how, code, detail, to=claim.party))
-            self._forget_claim(claim)
+            self._forget_claim(now, claim, reason)
         del self._postings[posting.id], posting.owner.postings[posting.id]
         if posting.kind in FOUND_BY_KEY:
             del self._by_key[posting.kind, posting.key]
@@ -382,7 +386,9 @@ class Book:
         self._ended.add(posting, how)
         return actions + self._send_away(("", posting.id), self._gone(posting.id))
 
-    def _forget_claim(self, claim: Claim) -> None:
+    def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
+        if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected
+            self.tally.add(claim.posting.kind, reason, now - claim.since)
         del claim.posting.claims[claim.number]
         self.claims -= 1
         if claim.party is None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvxfer.identity import package_version
-from kvxfer.metrics import Sample
+from kvxfer.metrics import Distribution, Sample
+from kvxfer.tally import BUCKETS_S
 from kvxfer.wire.session import VERSIONS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ COUNTS = {
 }
 
 
-def samples(server: Server) -> Iterator[Sample]:
+def samples(server: Server) -> Iterator[Sample | Distribution]:
     """Everything but the engines' counters."""
     build = {"version": package_version(), "protocol": str(VERSIONS[1]), "python": platform.python_version()}
     yield Sample(name="kvxfer_build_info", help="The running program.", value=1, labels=build)
@@ -42,6 +43,7 @@ def samples(server: Server) -> Iterator[Sample]:
     yield from _links(server)
     yield from _pool(server)
     yield from _landings(server)
+    yield from _claims(server)
     for (message, reason), value in server.registry.unexpected.items():
         labels = {"message": message, "reason": reason}
         text = "Messages that fitted no state; harmless."
@@ -75,6 +77,23 @@ def _links(server: Server) -> Iterator[Sample]:
     yield Sample(name="kvxfer_links_backpressured", help=text, value=server.dispatcher.backpressured, counter=True)
     text = "Replies that came after their request had been given up."
     yield Sample(name="kvxfer_late_replies", help=text, value=server.late_replies, counter=True)
+
+
+def _claims(server: Server) -> Iterator[Sample | Distribution]:
+    tally = server.registry.tally
+    for (kind, reason), value in tally.ended.items():
+        text = "Claims on postings of this node that ended, each one once: a push (offer) or a pull (ticket) is one."
+        labels = {"kind": kind, "reason": reason}
+        yield Sample(name="kvxfer_claims_ended", help=text, value=value, labels=labels, counter=True)
+    for kind, durations in tally.durations.items():
+        yield Distribution(
+            name="kvxfer_claim_seconds",
+            help="Life of the claims that ended, from the match of both sides to the end.",
+            bounds_s=BUCKETS_S,
+            counts=durations.counts,
+            sum_s=durations.sum_s,
+            labels={"kind": kind},
+        )
 
 
 def _pool(server: Server) -> Iterator[Sample]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvxfer.errors import BY_CODE, KvxferError
@@ -103,7 +104,19 @@ class Sample:
     counter: bool = False
 
 
-Samples = Callable[[], Iterator[Sample]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """How often a number of seconds fell into each bucket; ``counts`` has one more than ``bounds_s``."""
+
+    name: str
+    help: str
+    bounds_s: Sequence[float]
+    counts: Sequence[int]
+    sum_s: float
+    labels: Mapping[str, str]
+
+
+Samples = Callable[[], Iterator[Sample | Distribution]]
 
 
 class _Collector(Collector):
@@ -159,9 +172,12 @@ ENGINE_COUNTERS: Mapping[str, str] = {
 }
 
 
-def _families(samples: Iterator[Sample]) -> Iterator[Metric]:
+def _families(samples: Iterator[Sample | Distribution]) -> Iterator[Metric]:
     families: dict[str, Metric] = {}
     for sample in samples:
+        if isinstance(sample, Distribution):
+            _add_distribution(families, sample)
+            continue
         labels = sample.labels or {}
         family = families.get(sample.name)
         if family is None:
@@ -170,6 +186,17 @@ def _families(samples: Iterator[Sample]) -> Iterator[Metric]:
         assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
         family.add_metric(tuple(labels.values()), sample.value)
     yield from families.values()
+
+
+def _add_distribution(families: dict[str, Metric], sample: Distribution) -> None:
+    family = families.get(sample.name)
+    if family is None:
+        family = HistogramMetricFamily(sample.name, sample.help, labels=tuple(sample.labels))
+        families[sample.name] = family
+    assert isinstance(family, HistogramMetricFamily)
+    bounds = [*map(str, sample.bounds_s), "+Inf"]
+    buckets = list(zip(bounds, accumulate(sample.counts), strict=True))
+    family.add_metric(tuple(sample.labels.values()), buckets, sample.sum_s)
 
 
 class Metrics:

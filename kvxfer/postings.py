@@ -74,6 +74,7 @@ class Claim:
     node_id: str
     incarnation: str
     engine_id: str
+    since: float
 
     @property
     def key(self) -> ClaimKey:

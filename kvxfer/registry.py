@@ -28,6 +28,7 @@ from kvxfer.errors import (
 from kvxfer.mailbox import Mailboxes
 from kvxfer.postings import Party
 from kvxfer.routes import Routes
+from kvxfer.tally import Tally
 
 OUTCOMES = ("done", "failed", "cancelled")
 ROUTE_ENDS = ("withdrawn", "expired", "lost")
@@ -131,7 +132,7 @@ class Registry:
 
     def withdraw(self, now: float, link: Link, rid: int, *, posting: str, reason: str = "") -> list[Action]:
         """End a posting; its claimants are told."""
-        return self._answer(now, link, rid, lambda party: self._book.withdraw(party, rid, posting, reason))
+        return self._answer(now, link, rid, lambda party: self._book.withdraw(now, party, rid, posting, reason))
 
     # -- claims -----------------------------------------------------------------------------------------------
 
@@ -289,7 +290,12 @@ class Registry:
 
     def drain(self, now: float) -> list[Action]:
         """Take nothing new, withdraw what nobody has claimed; live claims go on."""
-        return self.expire(now) + self._book.drain()
+        return self.expire(now) + self._book.drain(now)
+
+    @property
+    def tally(self) -> Tally:
+        """How the claims of this node's postings ended."""
+        return self._book.tally
 
     def counts(self) -> Counts:
         """The gauges, now."""
@@ -344,7 +350,7 @@ class Registry:
         actions: list[Action] = []
         # Postings first: the claims that the worker held on its own postings end with them, and nobody is told.
         for posting in list(party.postings.values()):
-            actions += self._book.owner_lost(posting)
+            actions += self._book.owner_lost(now, posting)
         for claim in list(party.claims.values()):
             actions += self._book.claimant_lost(now, claim)
         for route in list(party.routes.values()):

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvxfer.dataplane import Part
 from kvxfer.errors import ProtocolError
-from kvxfer.metrics import TOTALS, EngineCounters, Metrics, Sample, known_code
+from kvxfer.metrics import TOTALS, Distribution, EngineCounters, Metrics, Sample, known_code
 from kvxfer.native.counters import Counters, TransportCounters
 from kvxfer.native.engine import OpKind
 from kvxfer.server import Server
@@ -125,6 +125,16 @@ def test_samples_of_one_name_are_one_family() -> None:
     text = Metrics(EngineCounters(), lambda: iter(samples)).render()
     assert text.count(b"# TYPE kvxfer_x_total counter") == 1
     assert value(parse(text), "kvxfer_x_total", kind="b") == 2
+
+
+def test_distribution_is_a_histogram() -> None:
+    sample = Distribution(
+        name="kvxfer_s", help="S.", bounds_s=(0.1, 1.0), counts=(1, 2, 3), sum_s=7.5, labels={"kind": "a"}
+    )
+    series = parse(Metrics(EngineCounters(), lambda: iter([sample, replace(sample, labels={"kind": "b"})])).render())
+    assert [value(series, "kvxfer_s_bucket", kind="a", le=le) for le in ("0.1", "1.0", "+Inf")] == [1, 3, 6]
+    assert value(series, "kvxfer_s_count", kind="b") == 6
+    assert value(series, "kvxfer_s_sum", kind="b") == 7.5
 
 
 def test_labels_are_bounded() -> None:

@@ -26,7 +26,7 @@ LAYERS = (
         name="pure",
         modules=(
             *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
-            *("registry", "actions", "postings", "book", "routes", "mailbox"),
+            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally"),
         ),
         pure=True,
     ),
