@@ -29,11 +29,12 @@
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
 #define TCP_TURN_BYTES       (4u << 20)   /* moved for one connection before others get their turn */
 #define TCP_SEND_BYTES       (512u << 10) /* in one sendmsg */
-#define TCP_LINGER_MS        500          /* a refusing connection waits this long for the other side to read why */
-#define TCP_CROWDED_MS       500          /* instead of handshake_ms while too many are unproved */
-#define TCP_RETRY_ACCEPT_MS  100          /* after running out of descriptors */
-#define TCP_DEAD_MS          10000        /* no sign of life from the other host while something is under way */
-#define TCP_BACKLOG          512
+#define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
+#define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
+#define TCP_CROWDED_MS      500          /* instead of handshake_ms while too many are unproved */
+#define TCP_RETRY_ACCEPT_MS 100          /* after running out of descriptors */
+#define TCP_DEAD_MS         10000        /* no sign of life from the other host while something is under way */
+#define TCP_BACKLOG         512
 
 typedef struct tcp_conn tcp_conn;
 typedef struct tcp_peer tcp_peer;

@@ -358,7 +358,8 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
         *full_p = result > 0 && (uint64_t)result == bytes;
     } else {
         if (conn->rx.payload_left > 0) {
-            count = kvx_spans_vectors(&conn->rx_spans, vectors, TCP_VECTORS_MAX - 1, RECEIVE_BYTES, &bytes);
+            uint64_t most = conn->rx.frame.flags & KVX_FRAME_F_CHECK ? TCP_CHECKED_BYTES : RECEIVE_BYTES;
+            count = kvx_spans_vectors(&conn->rx_spans, vectors, TCP_VECTORS_MAX - 1, most, &bytes);
         }
         if (bytes == conn->rx.payload_left) {
             uint8_t *at = kvx_rx_space(&conn->rx, &space);

@@ -76,7 +76,8 @@ bool kvx_tcp_tx_append(tcp_conn *conn, const kvx_frame *frame, const uint8_t *ke
 /* Payload vectors; at most `max` (>= 2) of them. */
 static uint32_t payload_vectors(tcp_tx *tx, struct iovec *vectors, uint32_t max, uint8_t *flipped, uint64_t *bytes_p) {
     uint64_t left = tx->payload_length - tx->payload_sent;
-    uint64_t most = left < TCP_SEND_BYTES ? left : TCP_SEND_BYTES;
+    uint64_t most = tx->check ? TCP_CHECKED_BYTES : TCP_SEND_BYTES;
+    most = left < most ? left : most;
     uint32_t count = 0;
     if (tx->zeros) {
         uint64_t bytes = 0;
