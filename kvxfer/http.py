@@ -2,6 +2,8 @@
 
 The idea that keeps it safe: a connection carries one request, nothing is interpreted beyond the request line, every
 connection has one deadline for its whole life, and whatever does not look like a request closes it without an answer.
+When all places are taken the connection that has been there longest goes, so that nobody who holds connections open can
+keep a probe from being answered.
 There is no task per connection, only protocol callbacks and one timer, so an idle or hostile client costs a socket and
 nothing else.
 """
@@ -65,9 +67,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
-        if not self._server.admit(self):
-            transport.abort()
-            return
+        self._server.admit(self)
         self._timer = asyncio.get_running_loop().call_later(self._server.connection_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -123,7 +123,7 @@ class HttpServer:
         connection_s: float = CONNECTION_S,
     ) -> None:
         self._routes = dict(routes)
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # in order of arrival
         self._empty = asyncio.Event()
         self._empty.set()
         self._listener: asyncio.Server | None = None
@@ -152,16 +152,17 @@ class HttpServer:
             connection.abort()
         await self._empty.wait()
 
-    def admit(self, connection: _Connection) -> bool:
+    def admit(self, connection: _Connection) -> None:
         if len(self._connections) >= self.connections_max:
             self.refused += 1
-            return False
-        self._connections.add(connection)
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.abort()
+        self._connections[connection] = None
         self._empty.clear()
-        return True
 
     def forget(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         if not self._connections:
             self._empty.set()
 

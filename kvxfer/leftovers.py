@@ -79,13 +79,15 @@ def _accepts(path: Path) -> bool:
 def _owner_lives(path: Path) -> bool:
     try:
         os.kill(read_counters(path).pid, 0)
-    except (OSError, ProtocolError):
+    except PermissionError:
+        return True
+    except (OSError, OverflowError, ProtocolError):  # no such process, no such number, no such file
         return False
     return True
 
 
 def _unlink(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # somebody was faster, or it is a directory, which is none of ours
         path.unlink()
         return 1
     return 0

@@ -60,15 +60,19 @@ def _lock(path: Path) -> int:
         owner = os.read(lock, 32).decode("ascii", "replace").strip()
         os.close(lock)
         raise _already_running(path, int(owner) if owner.isdigit() else None) from None
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
+    except OSError as failure:  # a file system without locks
+        os.close(lock)
+        raise _unusable(path, failure) from failure
+    with contextlib.suppress(OSError):  # a full disk: the pid is for people, the lock is what counts
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
     return lock
 
 
 def _bind_unix(path: Path) -> socket.socket:
     owner = _probe(path)
     if owner is not None:
-        raise _already_running(path, owner)
+        raise _already_running(path, owner or None)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -83,11 +87,13 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _probe(path: Path) -> int | None:
-    """The pid of whoever accepts at ``path``, None when nobody does."""
+    """The pid of whoever listens at ``path``, 0 when that is busy or frozen, None when nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_S)
         try:
             probe.connect(str(path))
+        except (TimeoutError, BlockingIOError):  # its backlog is full
+            return 0
         except OSError:
             return None
         return peer_credentials(probe)[0]

@@ -26,6 +26,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOTALS = tuple(
     name for name in TransportCounters.__dataclass_fields__ if name not in ("name", "peers_connected", "peers_accepted")
 )
+TRANSPORT_LABELS_MAX = 16
 GAUGES = ("inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes", "quarantined_grants")
 
 log = logging.getLogger("kvxfer.metrics")
@@ -50,7 +51,7 @@ class EngineCounters:
         """The same for another process's file, which must lie in the daemon's own directory."""
         file = Path(path)
         with contextlib.suppress(OSError):  # no such directory: nothing to read
-            if path and file.parent.samefile(directory):
+            if path and "\0" not in path and file.parent.samefile(directory):
                 self.add(key, lambda: read_counters(file))
 
     def remove(self, key: object) -> None:
@@ -88,7 +89,9 @@ class EngineCounters:
 
 def _accumulate(totals: Totals, counters: Counters) -> None:
     for row in counters.transports:
-        fields = totals.setdefault(row.name, dict.fromkeys(TOTALS, 0))
+        # The names come from files of other processes, and each one stays for ever.
+        name = row.name if row.name in totals or len(totals) < TRANSPORT_LABELS_MAX else "other"
+        fields = totals.setdefault(name, dict.fromkeys(TOTALS, 0))
         for name in TOTALS:
             fields[name] += getattr(row, name)
 

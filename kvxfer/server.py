@@ -96,6 +96,7 @@ class Server:
         self.data_hosts: tuple[str, ...] = ()
         self.ready = False
         self.draining = False
+        self._sweeping = False
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -305,10 +306,12 @@ class Server:
             link.name,
             reason.message,
         )
-        if role == "worker" and not self.draining:
+        if role == "worker" and not self.draining and not self._sweeping:
+            self._sweeping = True  # one look for all that end together
             asyncio.get_running_loop().call_later(LEFTOVERS_AFTER_S, self._remove_leftovers)
 
     def _remove_leftovers(self) -> None:
+        self._sweeping = False
         if not self.draining:
             remove_leftovers(self._directory, self._live_engines())
 

@@ -114,7 +114,7 @@ async def test_silent_connection_is_dropped_at_its_deadline() -> None:
         await server.aclose()
 
 
-async def test_connections_are_bounded() -> None:
+async def test_connections_are_bounded_and_a_probe_gets_through() -> None:
     server = make_server(connection_s=5.0)
     await server.start(socket.create_server(("127.0.0.1", 0)))
     held = []
@@ -122,8 +122,9 @@ async def test_connections_are_bounded() -> None:
         for _ in range(CONNECTIONS_MAX):
             held.append(await asyncio.open_connection("127.0.0.1", server.port))
             held[-1][1].write(b"GET ")
-        assert await talk(server.port, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+        assert (await talk(server.port, b"GET /healthz HTTP/1.1\r\n\r\n")).endswith(b"ok\n")
         assert server.refused == 1
+        assert await held[0][0].read() == b""  # the oldest made room
     finally:
         for _, writer in held:
             writer.close()

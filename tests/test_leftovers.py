@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 from kvxfer.leftovers import DEAD_AFTER_S, remove_dead_directories, remove_leftovers
 from kvxfer.listeners import UnixListener
+from kvxfer.native.counters import COUNTERS_BYTES, MAGIC, VERSION
 
 
 def engine_socket(directory: Path, name: str, *, alive: bool) -> socket.socket | None:
@@ -33,6 +35,20 @@ def test_dead_sockets_go_and_living_ones_stay(tmp_path: Path) -> None:
     assert left == ["c-a11ce0000000.counters", "e-0123456789ab.sock", "e-a11ce0000000.sock", "kvxferd.lock"]
     assert alive is not None
     alive.close()
+
+
+def test_strange_files_neither_stop_nor_delay_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "c-00.counters").mkdir()
+    (tmp_path / "e-00.sock").mkdir()
+    os.mkfifo(tmp_path / "c-01.counters")
+    (tmp_path / "c-02.counters").symlink_to("/etc/passwd")
+    with (tmp_path / "c-03.counters").open("wb") as file:
+        file.truncate(1 << 40)
+    head = struct.pack("=QII", MAGIC, VERSION, 0) + struct.pack("=Q", 1 << 63)  # a process of that number cannot be
+    (tmp_path / "c-04.counters").write_bytes(head.ljust(COUNTERS_BYTES, b"\0"))
+    assert remove_leftovers(tmp_path, []) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c-00.counters", "e-00.sock"]
+    assert Path("/etc/passwd").exists()
 
 
 def test_missing_directory_is_no_error(tmp_path: Path) -> None:

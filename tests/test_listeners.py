@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -79,3 +80,25 @@ def test_port_in_use() -> None:
 def test_address_of_another_host() -> None:
     with pytest.raises(ConfigError, match="no interface"):
         listen_tcp("listen", Address("192.0.2.1", 0))
+
+
+def test_frozen_daemon_without_a_lock_is_respected(tmp_path: Path) -> None:
+    path = tmp_path / "kvxferd.sock"
+    with socket.socket(socket.AF_UNIX) as frozen, socket.socket(socket.AF_UNIX) as first:
+        frozen.bind(str(path))
+        frozen.listen(0)
+        first.connect(str(path))  # nobody accepts, so now its backlog is full
+        with pytest.raises(ConfigError, match="already running"):
+            UnixListener(path)
+        assert path.exists()
+
+
+def test_full_disk_does_not_matter_to_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    listener = UnixListener(tmp_path / "kvxferd.sock")
+    with pytest.raises(ConfigError, match="already running"):
+        UnixListener(tmp_path / "kvxferd.sock")
+    listener.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvxfer.dataplane import Part
 from kvxfer.errors import ProtocolError
-from kvxfer.metrics import TOTALS, Distribution, EngineCounters, Metrics, Sample, known_code
+from kvxfer.metrics import TOTALS, TRANSPORT_LABELS_MAX, Distribution, EngineCounters, Metrics, Sample, known_code
 from kvxfer.native.counters import Counters, TransportCounters
 from kvxfer.native.engine import OpKind
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
+from tests.conftest import slack
 from tests.nodes import node, until, worker
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -106,6 +109,40 @@ def test_file_outside_the_daemons_directory_is_not_read(tmp_path: Path) -> None:
     engines.add_file("c", "", tmp_path)
     assert engines.snapshot()[0] == {}
     assert engines.unreadable == 0
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory", "symlink", "huge", "text", "missing", "no path"])
+def test_file_that_is_no_counters_file_costs_nothing_but_a_count(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "c-0.counters"
+    match what:
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "symlink":
+            path.symlink_to("/dev/zero")
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+        case "text":
+            path.write_text("root:x:0:0:" * 1000)
+    engines = EngineCounters()
+    engines.add_file("a", str(path) + ("\0" if what == "no path" else ""), tmp_path)
+    started = time.monotonic()
+    assert engines.snapshot()[0] == {}
+    engines.remove("a")
+    assert time.monotonic() - started < 0.5 * slack()
+    assert engines.unreadable == (0 if what == "no path" else 2)
+
+
+def test_names_that_files_make_up_do_not_add_series_for_ever() -> None:
+    engines = EngineCounters()
+    for number in range(100):
+        engines.add(number, lambda name=f"made-up-{number}": counters(row(name, put_ops=1)))
+        engines.remove(number)
+    totals, _ = engines.snapshot()
+    assert len(totals) == TRANSPORT_LABELS_MAX + 1
+    assert sum(fields["put_ops"] for fields in totals.values()) == 100
 
 
 def test_outcomes_add_up() -> None:

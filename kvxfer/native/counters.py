@@ -6,6 +6,8 @@ atomically, so a reader sees every number whole, though not all at one instant.
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -89,6 +91,12 @@ def parse_counters(raw: bytes) -> Counters:
 
 
 def read_counters(path: str | Path) -> Counters:
-    """Read the counters file of any process. OSError when it is gone, `ProtocolError` when it is another file."""
-    with Path(path).open("rb") as file:
+    """Read the counters file of any process. OSError when it is gone, `ProtocolError` when it is another file.
+
+    Whoever named the file is not trusted: links are not followed, and nothing is read that could make us wait.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ProtocolError("a counters file is no regular file")
         return parse_counters(file.read(COUNTERS_BYTES))
