@@ -1,9 +1,11 @@
 """What a measurement is: `Row`, one number with its spread, and the names that make rows of different peers comparable.
 
 A row says who (``peer``, ``transport``), on which work (``workload``), what (``metric``, ``unit``) and how much
-(``median`` of ``n`` rounds, ``low`` and ``high`` the extreme rounds). A metric is ``[put_|get_][4k_|64k_]quantity``: the
-direction seen from the initiator (a write is a put, a read is a get), for W1 the size, and one of `QUANTITIES`, which
-know their unit and which way is better. Rows of several rounds are made into one by `combine`.
+(``median`` of ``n`` rounds, ``low`` and ``high`` the extreme rounds). A metric is
+``[put_|get_][4k_|64k_][open_]quantity``: the direction seen from the initiator (a write is a put, a read is a get), for
+W1 the size, ``open_`` for latencies counted from when a transfer was due (an open loop: a stall delays nobody's clock),
+and one of `QUANTITIES`, which know their unit and which way is better. A workload with a parameter is
+``name/number``, as ``blocks/65536``. Rows of several rounds are made into one by `combine`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ WORKLOADS = {
     "setup": "registering 1 GiB, connecting, the first transfer",
     "idle": "CPU of both sides while connected and idle",
     "submit": "handing 65536 descriptors to the engine",
-    "scale": "rate against block size, cost against descriptors and peers",
+    "scale": "rate against size and block size, cost against descriptors and peers",
 }
 """Names of workloads; the sizes are those of the full run."""
 
@@ -61,6 +63,7 @@ QUANTITIES = {
     "cores": Quantity("cores", "lower"),
     "init_ms": Quantity("ms", "lower"),
     "register_ms": Quantity("ms", "lower"),
+    "alloc_ms": Quantity("ms", "lower"),
     "connect_ms": Quantity("ms", "lower"),
     "prepare_ms": Quantity("ms", "lower"),
     "first_ms": Quantity("ms", "lower"),
@@ -103,7 +106,7 @@ class RunOptions:
 def quantity_of(metric: str) -> str:
     """The quantity behind a metric: ``put_4k_p50_us`` is about ``p50_us``. Raises `UsageError` for an unknown one."""
     rest = metric
-    for prefixes in (("put_", "get_"), ("4k_", "64k_")):
+    for prefixes in (("put_", "get_"), ("4k_", "64k_"), ("open_",)):
         found = next((prefix for prefix in prefixes if rest.startswith(prefix)), "")
         rest = rest.removeprefix(found)
     if rest not in QUANTITIES:

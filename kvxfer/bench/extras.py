@@ -1,0 +1,171 @@
+"""What is not a rate: setting up, idling, submitting many descriptors, and how costs grow."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.bench.child import child, module
+from kvxfer.bench.measure import AT_ONCE
+from kvxfer.bench.pair import TIMEOUT_S, Pair, Side, settings_for
+from kvxfer.bench.rows import OURS, Row, single
+from kvxfer.bench.target import POOL_NAME
+from kvxfer.bench.work import KIB, MIB, Layout
+from kvxfer.client import local
+from kvxfer.transfer import Transfer
+
+FIRST_BYTES = 4 * KIB
+TINY_BLOCK_BYTES = 64
+SIZES_FROM = 4 * KIB
+SUBMITS = 3
+ROUND_OF_PUTS = 20
+
+
+async def setup(pair: Pair, options: dict[str, Any], memory: npt.NDArray[np.uint8]) -> list[Row]:
+    """A new client in this process: start, make ``memory`` known, connect to the target, move 4 KiB; then the same
+    amount from our pool.
+    """
+    clock = time.perf_counter
+    begun = clock()
+    async with local(**settings_for(pair.transport.name, options)) as client:
+        at = [begun, clock()]
+        region = await client.register(memory)
+        at.append(clock())
+        descriptor = await client.lookup(POOL_NAME, node=pair.address, timeout=TIMEOUT_S)
+        await client.plane.prepare(descriptor)
+        at.append(clock())
+        await client.put(region[0:FIRST_BYTES], descriptor, timeout=TIMEOUT_S)
+        at.append(clock())
+        await client.alloc(len(memory))
+        allocated = clock() - at[-1]
+    steps = dict(zip(("init_ms", "register_ms", "connect_ms", "first_ms"), np.diff(at) * 1e3, strict=True))
+    steps["total_ms"] = (at[-1] - begun) * 1e3
+    steps["alloc_ms"] = allocated * 1e3
+    return [single(OURS, pair.transport.name, "setup", name, float(value)) for name, value in steps.items()]
+
+
+class Heartbeat:
+    """The longest time for which the event loop did not get back to its callbacks, in seconds."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._last = time.perf_counter()
+        self._beating = True
+        self.worst = 0.0
+        self._loop.call_soon(self._beat)
+
+    def _beat(self) -> None:
+        now = time.perf_counter()
+        self.worst = max(self.worst, now - self._last)
+        self._last = now
+        if self._beating:
+            self._loop.call_soon(self._beat)
+
+    def stop(self) -> float:
+        """End it; the longest gap."""
+        self._beating = False
+        return self.worst
+
+
+async def submit(pair: Pair, direction: str) -> list[Row]:
+    """Handing over the blocks of W3b: the time inside the call, and the longest the loop was away because of it."""
+    layout = Layout(pair.sizes.small_blocks, pair.sizes.small_block_bytes, pair.sizes.region_bytes)
+    segments = layout.segments()
+    calls, blocks = [], []
+    for _ in range(SUBMITS):
+        heart = Heartbeat()
+        await asyncio.sleep(0)
+        begun = time.perf_counter()
+        transfer = pair.pool.parts(direction, segments, at_once=AT_ONCE)
+        calls.append(time.perf_counter() - begun)
+        await transfer
+        await asyncio.sleep(0)
+        blocks.append(heart.stop())
+    name = pair.transport.name
+    return [
+        single(OURS, name, "submit", f"{direction}_ms", statistics.median(calls) * 1e3),
+        single(OURS, name, "submit", f"{direction}_block_ms", statistics.median(blocks) * 1e3),
+    ]
+
+
+# -- how costs grow -----------------------------------------------------------------------------------------------
+
+
+def powers(first: int, last: int, factor: int) -> list[int]:
+    """first, first * factor, ... up to last."""
+    found = []
+    while first <= last:
+        found.append(first)
+        first *= factor
+    return found
+
+
+async def scale_blocks(pair: Pair, direction: str) -> list[Row]:
+    """Rate of one contiguous transfer of each size, and of one request of scattered blocks of each size."""
+    total, side, name = pair.sizes.scale_bytes, pair.pool, pair.transport.name
+    rows = []
+    for size in powers(SIZES_FROM, total, 4):
+        count = min(max(total // size // 4, 1), 32)
+        taken = await _times(lambda size=size: side.span(direction, 0, size), count)
+        rows.append(
+            single(OURS, name, f"contiguous/{size}", f"{direction}_GBps", size / statistics.median(taken) / 1e9)
+        )
+    for size in powers(SIZES_FROM, min(total, MIB), 4):
+        segments = Layout(total // size, size, pair.sizes.region_bytes).segments()
+        taken = await _times(lambda segments=segments: _all(side, direction, segments), 2)
+        rows.append(single(OURS, name, f"blocks/{size}", f"{direction}_GBps", total / statistics.median(taken) / 1e9))
+    return rows
+
+
+async def scale_descriptors(pair: Pair, direction: str) -> list[Row]:
+    """Time of one request of many tiny blocks. Beyond what one submit takes, it is cut into several."""
+    rows = []
+    most = min(pair.sizes.descriptors_max, pair.sizes.region_bytes // TINY_BLOCK_BYTES)
+    for count in powers(1, most, 16):
+        segments = Layout(count, TINY_BLOCK_BYTES, count * TINY_BLOCK_BYTES).segments()
+        taken = await _times(lambda segments=segments: _all(pair.pool, direction, segments), 3)
+        name = f"descriptors/{count}"
+        rows.append(single(OURS, pair.transport.name, name, f"{direction}_ms", statistics.median(taken) * 1e3))
+    return rows
+
+
+def _all(side: Side, direction: str, segments: npt.NDArray[np.uint64]) -> Transfer:
+    return side.parts(direction, segments, at_once=AT_ONCE)
+
+
+async def _times(once: Any, count: int) -> list[float]:
+    taken = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        await once()
+        taken.append(time.perf_counter() - begun)
+    return taken
+
+
+async def crowd(pair: Pair, options: dict[str, Any]) -> list[Row]:
+    """More and more peers of the target, from one other process: connecting, a put of each, idling, memory."""
+    name, most = pair.transport.name, pair.sizes.peers
+    settings = {"options": settings_for(name, options), "address": pair.address}
+    rows = []
+    async with child(module("kvxfer.bench.crowd", settings), "process of many peers") as many:
+        await many.line()
+        before = (await pair.target.ask("resident"))["bytes"]
+        counts = sorted({*powers(1, most, 4), most})
+        for count in counts:
+            grown = await many.ask("grow", count=count)
+            passed = await many.ask("pass_round", rounds=ROUND_OF_PUTS)
+            rows.append(single(OURS, name, f"peers/{count}", "connect_ms", grown["ms"]))
+            rows.append(single(OURS, name, f"peers/{count}", "put_4k_p50_us", passed["us"]))
+        after = (await pair.target.ask("resident"))["bytes"]
+        rows.append(single(OURS, name, f"peers/{most}", "bytes", max(after - before, 0) / most))
+        begun, spent, theirs = time.perf_counter(), pair.target.cpu_s(), many.cpu_s()
+        await asyncio.sleep(pair.sizes.idle_s)
+        seconds = time.perf_counter() - begun
+        rows.append(single(OURS, name, "idle", "cores", (pair.target.cpu_s() - spent) / seconds))
+        rows.append(single(OURS, name, f"peers/{most}", "cores", (many.cpu_s() - theirs) / seconds))
+    return rows
