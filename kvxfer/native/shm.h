@@ -1,4 +1,5 @@
-/* shm.h: private to the shm transport (transport_shm.c shm_link.c shm_owner.c shm_peer.c shm_map.c shm_copy.c).
+/* shm.h: private to the shm transport (transport_shm.c shm_link.c shm_owner.c shm_peer.c
+ * shm_import.c shm_map.c shm_copy.c).
  *
  * The initiator moves every byte by itself; the socket between two engines carries only who may and who no longer may.
  * A shared region travels as a file descriptor and is mapped, memory of the user is reached by cross-memory attach.
@@ -8,8 +9,9 @@
  * Lock order: shm->lock, then tx_lock, then the core's.
  *
  * What makes a revoke safe is import->users: whoever touches the memory counts itself in and out. Shutting the import
- * sets a bit beside that number, from then on nobody comes in; the last one out reports, and only then is the memory
- * unmapped and the owner told. */
+ * sets a bit beside that number, from then on nobody comes in; the last one out reports, and only then is the owner
+ * told. The mapping that copies go through outlives its imports, since the next request will want the same memory and
+ * page tables are expensive; it goes when the owner says that the region goes. */
 #ifndef KVX_SHM_H
 #define KVX_SHM_H
 
@@ -27,9 +29,9 @@
 #define SHM_READS_MAX    32                   /* messages of one connection before others get their turn */
 #define SHM_RETRY_MS     5                    /* connect again when the listener's queue is full */
 #define SHM_ACCEPT_MS    100                  /* accept again after running out of descriptors */
-#define SHM_GRANULE      (UINT64_C(2) << 20)  /* page tables are filled for so much at once */
-#define SHM_POPULATE_MAX (UINT64_C(1) << 20)  /* a smaller import is filled at once, in the progress thread */
-#define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* a larger one is unmapped by the copy pool */
+#define SHM_GRANULE      (UINT64_C(64) << 10) /* page tables are filled for so much at once */
+#define SHM_IDLE_MAX     1024                 /* mappings of a peer that no import uses */
+#define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* larger mappings are unmapped by the copy pool */
 #define SHM_PROCESS      1                    /* marks the address of a link in the epoll set */
 #define SHM_SHUT         0x80000000u          /* in shm_import.users */
 
@@ -38,10 +40,11 @@ enum shm_type {
     SHM_IMPORT,    /* initiator: may I use this grant? */
     SHM_IMPORTED,  /* owner: yes (and its memfd, or its address), or why not */
     SHM_REVOKE,    /* owner: stop using it */
-    SHM_REVOKED,   /* initiator: nothing of it is in use or mapped any more */
+    SHM_REVOKED,   /* initiator: nothing of ours uses it, and nothing will */
     SHM_DROP,      /* initiator: the same, by its own wish */
     SHM_NOTIFY,    /* initiator: tell your user this */
     SHM_NOTIFIED,  /* owner: queued, or why not */
+    SHM_FORGET,    /* owner: a region is going, let go of its memory */
     SHM_BYE,       /* the sender goes on purpose */
     SHM_TYPES
 };
@@ -70,10 +73,15 @@ typedef struct shm_message {
             uint32_t access, zero;
         } import;
         struct {
-            uint64_t at; /* offset in the memfd, or address in the owner's process */
+            uint64_t at;     /* offset in the memfd */
+            uint64_t region; /* the owner's name for it */
+            uint64_t zero[2];
+        } mapped; /* IMPORTED how 1, FORGET */
+        struct {
+            uint64_t at; /* address in the owner's process */
             uint64_t probe_address;
             uint8_t probe[KVX_NONCE_BYTES]; /* what lies there */
-        } imported;
+        } attached;                         /* IMPORTED how 2 */
         struct {
             uint64_t token, tag, value, zero;
         } notify;
@@ -108,6 +116,7 @@ struct shm_link {
     uint64_t deadline_ms; /* of the greeting */
     pid_t pid;
     kvx_table attached; /* of an acceptor: handle -> shm_attach */
+    kvx_table regions;  /* likewise: those whose descriptor was sent */
     bool said_bye;
     bool gone;   /* the other process ended: what it still said is read, then the link ends */
     bool held;   /* held_message waits for room in the notification queue */
@@ -140,6 +149,22 @@ typedef struct shm_attach {
     struct shm_attach *previous, *next; /* of the same grant, on all links */
 } shm_attach;
 
+/* A part of a region as copies see it; shared by all imports inside of it. Views of the application are apart. */
+typedef struct shm_map {
+    shm_peer *peer;
+    uint64_t region;
+    uint64_t device, inode; /* what the owner calls the same must be the same */
+    uint64_t begin;         /* in the file, on a page boundary */
+    uint64_t length;
+    uint8_t *base;
+    bool writable;
+    bool unwanted;                   /* the region goes: no import may join any more */
+    uint32_t imports;                /* that use it */
+    _Atomic uint64_t *filled;        /* a bit per granule whose page tables were filled; NULL = no need */
+    kvx_job job;                     /* unmaps it */
+    struct shm_map *previous, *next; /* of the peer, the last used one first */
+} shm_map;
+
 typedef struct shm_import {
     kvx_import *import; /* NULL once the core let go of it */
     shm_peer *peer;
@@ -152,16 +177,15 @@ typedef struct shm_import {
     bool attached;          /* the owner counts us */
     bool idle;              /* shut, and the last user is out */
     bool revoke;            /* the owner asked for it back */
-    bool taken_back;        /* and got it */
-    bool viewed;            /* the application looks at the mapping */
-    bool retiring;          /* being unmapped for good */
+    bool given_back;        /* and got it */
+    bool retiring;          /* it goes for good */
     bool working;           /* a job in the copy pool does one of these two */
     enum shm_how how;
-    uint8_t *remote; /* start of the grant: in our mapping, or in the owner's address space */
-    uint8_t *base;   /* of the mapping, on a page boundary */
-    uint64_t mapped;
-    bool writable;
-    _Atomic uint64_t *filled; /* a bit per granule whose page tables were filled; NULL = no need */
+    uint8_t *remote; /* start of the grant: in the map, or in the owner's address space */
+    shm_map *map;
+    uint8_t *view; /* a mapping of its own for the application, on a page boundary */
+    uint64_t view_length;
+    bool viewed; /* the application looks at it */
     kvx_job job;
     struct shm_import *previous, *next; /* of the peer */
 } shm_import;
@@ -180,6 +204,8 @@ struct shm_peer {
     pid_t pid;
     shm_import *imports;
     kvx_table by_handle;
+    shm_map *maps, *maps_last;
+    uint32_t idle_maps;
     kvx_table awaiting; /* token -> kvx_op: copied, NOTIFIED is still to come */
     bool todo_queued;
     struct shm_peer *todo_next;
@@ -233,12 +259,12 @@ void kvx_shm_owner_held(shm_link *link);
 void kvx_shm_owner_hang_up(shm_link *link); /* they broke it, or were too slow */
 void kvx_shm_owner_end(shm_link *link);     /* their end is closed */
 int kvx_shm_owner_revoke(shm_transport *shm, kvx_grant *grant);
+void kvx_shm_owner_forget(shm_transport *shm, const kvx_region *region);
 void kvx_shm_owner_close(shm_transport *shm);
 
-/* shm_peer.c: what we ask of owners */
+/* shm_peer.c: connections to owners */
 int kvx_shm_peer_connect(void *transport, kvx_peer *peer);
 int kvx_shm_peer_close(void *transport, kvx_peer *peer, kvx_import *import);
-int kvx_shm_mem_import(void *transport, kvx_import *import);
 bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p);
 void kvx_shm_peer_end(shm_link *link, int status, int sys_errno); /* the connection is gone */
 void kvx_shm_peer_todo(shm_peer *peer);
@@ -249,15 +275,28 @@ void kvx_shm_todo(shm_peer *peer);       /* with the lock held: have the progres
 /* The op's bytes are where they belong: tell the owner, and complete when it has queued that. */
 void kvx_shm_notify(shm_import *import, kvx_op *op);
 
-/* shm_map.c: imported memory */
-int kvx_shm_map(shm_transport *shm, shm_import *import, int fd, uint64_t offset, int *errno_p);
-int kvx_shm_probe(const shm_import *import, const shm_message *message, int *errno_p);
-void kvx_shm_fill(shm_import *import, uint64_t offset, uint64_t length);
-void kvx_shm_hide(shm_import *import); /* with the lock held: before it is unmapped, while the core knows it */
-void kvx_shm_unmap(shm_import *import);
+/* shm_import.c: grants of owners that we use */
+int kvx_shm_mem_import(void *transport, kvx_import *import);
+bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *message, int *fd_p);
+bool kvx_shm_on_revoke(shm_peer *peer, shm_link *link, const shm_message *message);
+void kvx_shm_import_end(shm_import *import, int status, int sys_errno); /* with the lock held: import_done */
+void kvx_shm_give_back_all(shm_peer *peer);
+void kvx_shm_imports_free(shm_peer *peer); /* in close */
 bool kvx_shm_enter(shm_import *import);
 void kvx_shm_leave(shm_import *import);
 void kvx_shm_shut(shm_import *import, int why); /* with the lock held */
+
+/* shm_map.c: memory of others in our address space */
+int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *errno_p);
+void kvx_shm_hide(shm_import *import); /* with the lock held: before the view goes, while the core knows it */
+void kvx_shm_unview(shm_import *import);
+void kvx_shm_map_leave(shm_import *import);                /* with the lock held: the import needs its map no more */
+void kvx_shm_maps_forget(shm_peer *peer, uint64_t region); /* with the lock held; 0 = all */
+/* With the lock held: what is to be unmapped, one after the other; then, without it. */
+shm_map *kvx_shm_map_unwanted(shm_peer *peer);
+void kvx_shm_map_free(shm_map *map, bool by_job);
+void kvx_shm_fill(const shm_import *import, uint64_t offset, uint64_t length);
+int kvx_shm_probe(const shm_import *import, const shm_message *message, int *errno_p);
 
 /* shm_copy.c: operations */
 int kvx_shm_submit(void *transport, kvx_op *op);

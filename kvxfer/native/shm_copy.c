@@ -301,7 +301,7 @@ static void finish(shm_import *import, kvx_op *op, const shm_result *result) {
     kvx_shm_leave(import);
 }
 
-/* Page tables of what is about to be copied; a segment that is not large is left to page faults. */
+/* Page tables of what is about to be copied. */
 static void fill(const shm_run *run, const shm_span *span) {
     uint64_t offset = span->offset, left = span->bytes;
     for (uint32_t i = span->segment; left != 0; i++, offset = 0) {
@@ -320,7 +320,7 @@ static void job_run(kvx_job *job) {
     pthread_mutex_lock(&run->lock);
     for (int chunk = 0; chunk < TURN_CHUNKS && (more = span_take(run, &span)); chunk++) {
         pthread_mutex_unlock(&run->lock);
-        if (run->import->filled != NULL) {
+        if (run->import->how == SHM_BY_MAPPING) {
             fill(run, &span);
         }
         copy_span(run, &span, &result);

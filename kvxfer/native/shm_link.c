@@ -75,6 +75,7 @@ void kvx_shm_link_close(shm_link *link) {
 void kvx_shm_link_free(shm_link *link) {
     kvx_shm_link_close(link);
     kvx_table_free(&link->attached);
+    kvx_table_free(&link->regions);
     pthread_mutex_destroy(&link->tx_lock);
     free(link);
 }

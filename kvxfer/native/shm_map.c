@@ -1,13 +1,18 @@
-/* shm_map.c: imported memory, from the owner's descriptor to the last byte unmapped.
+/* shm_map.c: memory of others in our address space.
  *
- * A mapping is made at the import; its page tables are filled 2 MiB at a time by the first copy that comes along, since
- * filling them for all of a large cache would make the import take seconds. */
+ * Each request brings a new grant, but most grants are of the same few regions. So what copies go through is mapped
+ * once per region and kept: filling page tables anew costs several times what a scattered copy does. Page tables are
+ * filled where the first copy comes along, 64 KiB at a time; for all of a large cache at once the import would take
+ * seconds.
+ *
+ * What an application looks at is another mapping, one per import, which goes when the grant is taken back. */
 #define _GNU_SOURCE
 #include "shm.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -24,46 +29,106 @@
 #define HUGETLBFS_MAGIC 0x958458f6
 #endif
 
-/* -- users ------------------------------------------------------------------------------------------------------ */
+/* -- the peer's list of maps; with the lock held --------------------------------------------------------------------
+ */
 
-bool kvx_shm_enter(shm_import *import) {
-    if (atomic_fetch_add(&import->users, 1) & SHM_SHUT) {
-        kvx_shm_leave(import);
-        return false;
+static void map_unlink(shm_map *map) {
+    shm_peer *peer = map->peer;
+    if (map->previous != NULL) {
+        map->previous->next = map->next;
+    } else {
+        peer->maps = map->next;
     }
-    return true;
-}
-
-/* With the lock held. */
-static void now_idle(shm_import *import) {
-    if (!import->idle) {
-        import->idle = true;
-        kvx_shm_todo(import->peer);
-    }
-}
-
-void kvx_shm_leave(shm_import *import) {
-    shm_transport *shm = import->peer->shm;
-    if (atomic_fetch_sub(&import->users, 1) == (SHM_SHUT | 1)) {
-        pthread_mutex_lock(&shm->lock);
-        now_idle(import);
-        pthread_mutex_unlock(&shm->lock);
+    if (map->next != NULL) {
+        map->next->previous = map->previous;
+    } else {
+        peer->maps_last = map->previous;
     }
 }
 
-void kvx_shm_shut(shm_import *import, int why) {
-    if (atomic_load(&import->users) & SHM_SHUT) {
-        return;
+static void map_to_front(shm_map *map) {
+    shm_peer *peer = map->peer;
+    map->previous = NULL;
+    map->next = peer->maps;
+    if (map->next != NULL) {
+        map->next->previous = map;
+    } else {
+        peer->maps_last = map;
     }
-    atomic_store(&import->why, why);
-    if ((atomic_fetch_or(&import->users, SHM_SHUT) & ~SHM_SHUT) == 0) {
-        now_idle(import);
+    peer->maps = map;
+}
+
+static bool map_holds(const shm_map *map, const shm_map *wanted) {
+    return map->region == wanted->region && map->device == wanted->device && map->inode == wanted->inode &&
+           !map->unwanted && (map->writable || !wanted->writable) && map->begin <= wanted->begin &&
+           wanted->begin + wanted->length <= map->begin + map->length;
+}
+
+static void map_join(shm_map *map, shm_import *import, uint64_t at) {
+    if (map->imports++ == 0) {
+        map->peer->idle_maps--;
+    }
+    import->map = map;
+    import->remote = map->base + (at - map->begin);
+}
+
+static bool join_one(shm_peer *peer, shm_import *import, const shm_map *wanted, uint64_t at) {
+    for (shm_map *map = peer->maps; map != NULL; map = map->next) {
+        if (map_holds(map, wanted)) {
+            map_unlink(map);
+            map_to_front(map);
+            map_join(map, import, at);
+            return true;
+        }
+    }
+    return false;
+}
+
+void kvx_shm_map_leave(shm_import *import) {
+    shm_map *map = import->map;
+    import->map = NULL;
+    if (map != NULL && --map->imports == 0) {
+        map->peer->idle_maps++;
     }
 }
 
-/* -- mapping ---------------------------------------------------------------------------------------------------- */
+void kvx_shm_maps_forget(shm_peer *peer, uint64_t region) {
+    for (shm_map *map = peer->maps; map != NULL; map = map->next) {
+        map->unwanted |= region == 0 || map->region == region;
+    }
+}
 
-static uint64_t page_of(shm_transport *shm, int fd) {
+shm_map *kvx_shm_map_unwanted(shm_peer *peer) {
+    for (shm_map *map = peer->maps_last; map != NULL; map = map->previous) {
+        if (map->imports == 0 && (map->unwanted || peer->idle_maps > SHM_IDLE_MAX)) {
+            map_unlink(map);
+            peer->idle_maps--;
+            return map;
+        }
+    }
+    return NULL;
+}
+
+/* -- mapping --------------------------------------------------------------------------------------------------------
+ */
+
+static void unmap_run(kvx_job *job) {
+    shm_map *map = (shm_map *)((char *)job - offsetof(shm_map, job));
+    munmap(map->base, map->length);
+    free((void *)map->filled);
+    free(map);
+}
+
+void kvx_shm_map_free(shm_map *map, bool by_job) {
+    map->job.run = unmap_run;
+    if (by_job && map->length > SHM_UNMAP_MAX) {
+        kvx_core_job_post(map->peer->shm->core, &map->job);
+    } else {
+        unmap_run(&map->job);
+    }
+}
+
+static uint64_t page_of(const shm_transport *shm, int fd) {
     struct statfs about;
     if (fstatfs(fd, &about) == 0 && (unsigned long)about.f_type == HUGETLBFS_MAGIC) {
         return (uint64_t)about.f_bsize;
@@ -72,55 +137,75 @@ static uint64_t page_of(shm_transport *shm, int fd) {
 }
 
 /* A file that its owner can shrink would kill us with SIGBUS. */
-static int trustworthy(int fd, uint64_t end) {
-    struct stat about;
+static bool trustworthy(int fd, uint64_t end, struct stat *about_p) {
     int seals = fcntl(fd, F_GET_SEALS);
-    return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) &&
-           about.st_size >= 0 && end <= (uint64_t)about.st_size;
+    return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, about_p) == 0 && S_ISREG(about_p->st_mode) &&
+           about_p->st_size >= 0 && end <= (uint64_t)about_p->st_size;
 }
 
-int kvx_shm_map(shm_transport *shm, shm_import *import, int fd, uint64_t offset, int *errno_p) {
-    uint64_t page = page_of(shm, fd), end;
-    if (__builtin_add_overflow(offset, import->length, &end) || end > INT64_MAX - page || !trustworthy(fd, end)) {
-        return KVX_E_NOT_KVXFER;
+static void *map_file(const shm_map *map, int fd) {
+    int protection = map->writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    return mmap(NULL, map->length, protection, MAP_SHARED, fd, (off_t)map->begin);
+}
+
+/* A new map like `wanted`, unless one that is there will do. */
+static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int fd, int *errno_p) {
+    shm_peer *peer = import->peer;
+    shm_transport *shm = peer->shm;
+    pthread_mutex_lock(&shm->lock);
+    bool found = join_one(peer, import, wanted, at);
+    pthread_mutex_unlock(&shm->lock);
+    if (found) {
+        return KVX_OK;
     }
-    uint64_t begin = offset & ~(page - 1);
-    uint64_t mapped = ((end + page - 1) & ~(page - 1)) - begin;
-    bool write = (import->import->remote.access & KVX_WRITE) != 0;
-    int protection = write ? PROT_READ | PROT_WRITE : PROT_READ;
-    bool fill = mapped <= SHM_POPULATE_MAX;
-    void *base = mmap(NULL, mapped, protection, MAP_SHARED | (fill ? MAP_POPULATE : 0), fd, (off_t)begin);
+    shm_map *map = malloc(sizeof(*map));
+    if (map == NULL) {
+        return KVX_E_NOMEM;
+    }
+    *map = *wanted;
+    void *base = map_file(map, fd);
     if (base == MAP_FAILED) {
         *errno_p = errno;
-        return errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
+        free(map);
+        return *errno_p == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
     }
-    if (!fill) { /* without the bits it is only slower */
-        import->filled = calloc((mapped + 64 * SHM_GRANULE - 1) / (64 * SHM_GRANULE), sizeof(*import->filled));
-    }
-    import->base = base;
-    import->mapped = mapped;
-    import->writable = write;
-    import->remote = (uint8_t *)base + (offset - begin);
-    import->import->mapping = import->remote;
+    map->base = base; /* without the bits it is only slower */
+    map->filled = calloc((map->length + 64 * SHM_GRANULE - 1) / (64 * SHM_GRANULE), sizeof(*map->filled));
+    pthread_mutex_lock(&shm->lock);
+    map_to_front(map);
+    peer->idle_maps++;
+    map_join(map, import, at);
+    pthread_mutex_unlock(&shm->lock);
     return KVX_OK;
 }
 
-void kvx_shm_fill(shm_import *import, uint64_t offset, uint64_t length) {
-    if (import->filled == NULL) {
-        return;
+int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *errno_p) {
+    shm_transport *shm = import->peer->shm;
+    uint64_t page = page_of(shm, fd), at = message->mapped.at, end;
+    struct stat about;
+    if (__builtin_add_overflow(at, import->length, &end) || end > INT64_MAX - page || !trustworthy(fd, end, &about)) {
+        return KVX_E_NOT_KVXFER;
     }
-    offset += (uint64_t)(import->remote - import->base);
-    for (uint64_t granule = offset / SHM_GRANULE; granule <= (offset + length - 1) / SHM_GRANULE; granule++) {
-        _Atomic uint64_t *word = &import->filled[granule / 64];
-        uint64_t bit = UINT64_C(1) << (granule % 64);
-        if (atomic_load_explicit(word, memory_order_relaxed) & bit) {
-            continue;
-        }
-        atomic_fetch_or_explicit(word, bit, memory_order_relaxed);
-        uint64_t begin = granule * SHM_GRANULE, left = import->mapped - begin;
-        (void)madvise(import->base + begin, left < SHM_GRANULE ? left : SHM_GRANULE,
-                      import->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+    shm_map wanted = {
+        .peer = import->peer,
+        .region = message->mapped.region,
+        .device = (uint64_t)about.st_dev,
+        .inode = (uint64_t)about.st_ino,
+        .begin = at & ~(page - 1),
+        .writable = (import->import->remote.access & KVX_WRITE) != 0,
+    };
+    wanted.length = ((end + page - 1) & ~(page - 1)) - wanted.begin;
+    int status = map_find(import, &wanted, at, fd, errno_p);
+    if (status != KVX_OK) {
+        return status;
     }
+    void *view = map_file(&wanted, fd);
+    if (view != MAP_FAILED) { /* without it there is nothing to adopt, but transfers work */
+        import->view = view;
+        import->view_length = wanted.length;
+        import->import->mapping = import->view + (at - wanted.begin);
+    }
+    return KVX_OK;
 }
 
 void kvx_shm_hide(shm_import *import) {
@@ -129,20 +214,52 @@ void kvx_shm_hide(shm_import *import) {
     }
 }
 
-void kvx_shm_unmap(shm_import *import) {
-    if (import->base != NULL) {
-        kvx_mapping_drop(import->base, import->mapped, import->viewed);
-        import->base = NULL;
+void kvx_shm_unview(shm_import *import) {
+    if (import->view != NULL) {
+        kvx_mapping_drop(import->view, import->view_length, import->viewed);
+        import->view = NULL;
     }
 }
 
-/* -- cross-memory attach ------------------------------------------------------------------------------------------ */
+/* -- page tables ----------------------------------------------------------------------------------------------------
+ */
+
+static void populate(const shm_map *map, uint64_t first, uint64_t last) {
+    uint64_t begin = first * SHM_GRANULE, end = last * SHM_GRANULE;
+    end = end < map->length ? end : map->length;
+    if (begin < end) {
+        (void)madvise(map->base + begin, end - begin, map->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+    }
+}
+
+/* What another thread is just filling is left to page faults. */
+void kvx_shm_fill(const shm_import *import, uint64_t offset, uint64_t length) {
+    const shm_map *map = import->map;
+    if (map == NULL || map->filled == NULL) {
+        return;
+    }
+    offset += (uint64_t)(import->remote - map->base);
+    uint64_t granule = offset / SHM_GRANULE, end = (offset + length - 1) / SHM_GRANULE + 1, first = granule;
+    for (; granule < end; granule++) {
+        _Atomic uint64_t *word = &map->filled[granule / 64];
+        uint64_t bit = UINT64_C(1) << (granule % 64);
+        if ((atomic_load_explicit(word, memory_order_relaxed) & bit) ||
+            (atomic_fetch_or_explicit(word, bit, memory_order_relaxed) & bit)) {
+            populate(map, first, granule);
+            first = granule + 1;
+        }
+    }
+    populate(map, first, end);
+}
+
+/* -- cross-memory attach --------------------------------------------------------------------------------------------
+ */
 
 /* Only a read that finds the owner's nonce shows that this process id, as we see it, is the owner, and that we may. */
 int kvx_shm_probe(const shm_import *import, const shm_message *message, int *errno_p) {
     uint8_t found[KVX_NONCE_BYTES];
     struct iovec here = {.iov_base = found, .iov_len = sizeof(found)};
-    struct iovec there = {.iov_base = (void *)(uintptr_t)message->imported.probe_address, .iov_len = sizeof(found)};
+    struct iovec there = {.iov_base = (void *)(uintptr_t)message->attached.probe_address, .iov_len = sizeof(found)};
     if (import->peer->shm->config->flags & KVX_ENGINE_NO_CMA) {
         *errno_p = EPERM;
         return KVX_E_CMA_DENIED;
@@ -152,7 +269,7 @@ int kvx_shm_probe(const shm_import *import, const shm_message *message, int *err
         *errno_p = got < 0 ? errno : EFAULT;
         return KVX_E_CMA_DENIED;
     }
-    if (memcmp(found, message->imported.probe, sizeof(found)) != 0) {
+    if (memcmp(found, message->attached.probe, sizeof(found)) != 0) {
         *errno_p = ESRCH; /* somebody else has this number here */
         return KVX_E_CMA_DENIED;
     }

@@ -30,7 +30,8 @@ static bool attached_already(const shm_transport *shm, const shm_link *link, uin
 static shm_attach *attach_new(shm_transport *shm, shm_link *link, const shm_message *message,
                               const kvx_access *access) {
     shm_attach *attach = calloc(1, sizeof(*attach));
-    if (attach == NULL || !kvx_table_reserve(&link->attached, 1) || !kvx_table_reserve(&shm->grants, 1)) {
+    if (attach == NULL || !kvx_table_reserve(&link->attached, 1) || !kvx_table_reserve(&link->regions, 1) ||
+        !kvx_table_reserve(&shm->grants, 1)) {
         free(attach);
         return NULL;
     }
@@ -119,16 +120,17 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
     }
     if (grant->region->memfd >= 0) {
         answer->how = SHM_BY_MAPPING;
-        answer->imported.at = grant->offset;
+        answer->mapped.at = grant->offset;
+        answer->mapped.region = grant->region->id;
         *fd_p = descriptor_for(grant, &answer->sys_errno);
         if (*fd_p < 0) {
             return answer->sys_errno == EMFILE || answer->sys_errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
         }
     } else {
         answer->how = SHM_BY_ATTACH;
-        answer->imported.at = (uint64_t)(uintptr_t)access->base;
-        answer->imported.probe_address = (uint64_t)(uintptr_t)shm->probe;
-        memcpy(answer->imported.probe, shm->probe, sizeof(shm->probe));
+        answer->attached.at = (uint64_t)(uintptr_t)access->base;
+        answer->attached.probe_address = (uint64_t)(uintptr_t)shm->probe;
+        memcpy(answer->attached.probe, shm->probe, sizeof(shm->probe));
     }
     shm_attach *attach = attach_new(shm, link, message, access);
     if (attach == NULL) {
@@ -139,6 +141,9 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
         return KVX_E_NOMEM;
     }
     attach_insert(shm, attach);
+    if (!attach->by_attach && kvx_table_get(&link->regions, grant->region->id) == NULL) {
+        kvx_table_put(&link->regions, grant->region->id, grant->region);
+    }
     return KVX_OK;
 }
 
@@ -197,6 +202,18 @@ int kvx_shm_owner_revoke(shm_transport *shm, kvx_grant *grant) {
     }
     pthread_mutex_unlock(&shm->lock);
     return first == NULL ? KVX_OK : KVX_PENDING;
+}
+
+/* Nobody may use the region any more; those who got its descriptor may still hold its pages. */
+void kvx_shm_owner_forget(shm_transport *shm, const kvx_region *region) {
+    pthread_mutex_lock(&shm->lock);
+    for (shm_link *link = region->memfd < 0 ? NULL : shm->links; link != NULL; link = link->next) {
+        if (kvx_table_remove(&link->regions, region->id) != NULL) {
+            shm_message message = {.type = SHM_FORGET, .mapped.region = region->id};
+            kvx_shm_send(link, &message, NULL, -1);
+        }
+    }
+    pthread_mutex_unlock(&shm->lock);
 }
 
 static bool on_given_back(shm_link *link, const shm_message *message) {

@@ -132,123 +132,6 @@ static bool on_hello(shm_peer *peer, shm_link *link, const shm_message *message)
     return true;
 }
 
-/* -- imports --------------------------------------------------------------------------------------------------------
- */
-
-int kvx_shm_mem_import(void *transport, kvx_import *kvx) {
-    shm_transport *shm = transport;
-    shm_peer *peer = kvx->peer->transport_data;
-    shm_import *import = calloc(1, sizeof(*import));
-    if (import == NULL) {
-        return KVX_E_NOMEM;
-    }
-    import->import = kvx;
-    import->peer = peer;
-    import->handle = kvx->id;
-    import->length = kvx->remote.length;
-    import->pending = true;
-    memcpy(import->key, kvx->remote.key, sizeof(import->key));
-    shm_message message = {
-        .type = SHM_IMPORT,
-        .handle = import->handle,
-        .import = {.grant = kvx->remote.grant,
-                   .generation = kvx->remote.generation,
-                   .length = kvx->remote.length,
-                   .access = kvx->remote.access},
-    };
-    pthread_mutex_lock(&shm->lock);
-    int status = peer->lost || peer->closing ? KVX_E_PEER_LOST : KVX_PENDING;
-    if (status == KVX_PENDING && !kvx_table_reserve(&peer->by_handle, 1)) {
-        status = KVX_E_NOMEM;
-    }
-    if (status == KVX_PENDING) {
-        kvx_table_put(&peer->by_handle, import->handle, import);
-        import->next = peer->imports;
-        if (import->next != NULL) {
-            import->next->previous = import;
-        }
-        peer->imports = import;
-        kvx->transport_data = import;
-        kvx_shm_send(peer->link, &message, import->key, -1);
-    }
-    pthread_mutex_unlock(&shm->lock);
-    if (status != KVX_PENDING) {
-        free(import);
-    }
-    return status;
-}
-
-/* With the lock held. */
-static void import_end(shm_import *import, int status, int sys_errno) {
-    import->pending = false;
-    if (status != KVX_OK) {
-        kvx_shm_shut(import, status);
-    }
-    kvx_import_done(import->import, status, sys_errno);
-}
-
-/* Only this thread ends a pending import, so the lock is not needed to keep it. */
-static int open_up(shm_import *import, const shm_message *message, int fd, int *errno_p) {
-    *errno_p = 0;
-    if (message->how == SHM_BY_MAPPING) {
-        return kvx_shm_map(import->peer->shm, import, fd, message->imported.at, errno_p);
-    }
-    import->remote = (uint8_t *)(uintptr_t)message->imported.at;
-    return kvx_shm_probe(import, message, errno_p);
-}
-
-static bool on_imported(shm_peer *peer, shm_link *link, const shm_message *message, int *fd_p) {
-    shm_transport *shm = peer->shm;
-    pthread_mutex_lock(&shm->lock);
-    shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
-    bool closing = peer->closing;
-    pthread_mutex_unlock(&shm->lock);
-    bool good = import != NULL && import->pending && (message->how == SHM_BY_MAPPING) == (*fd_p >= 0);
-    int status = message->status, sys_errno = message->sys_errno;
-    if (good && status == KVX_OK) {
-        good =
-            message->how != SHM_NOT && message->how <= SHM_BY_ATTACH && kvx_shm_authentic(link, message, import->key);
-    } else if (good) { /* who does not know the grant cannot prove anything: that it refuses is all we believe */
-        status = status > 0 && status != KVX_PENDING ? status : KVX_E_INTERNAL;
-    }
-    if (good) {
-        bool attached = status == KVX_OK;
-        import->how = message->how;
-        if (attached) {
-            status = open_up(import, message, *fd_p, &sys_errno);
-        }
-        pthread_mutex_lock(&shm->lock);
-        import->attached = attached;
-        import_end(import, status, sys_errno);
-        pthread_mutex_unlock(&shm->lock);
-    }
-    if ((good || closing) && *fd_p >= 0) {
-        close(*fd_p);
-        *fd_p = -1;
-    }
-    return good || (closing && import == NULL);
-}
-
-static bool on_revoke(shm_peer *peer, shm_link *link, const shm_message *message) {
-    shm_transport *shm = peer->shm;
-    bool good = true;
-    pthread_mutex_lock(&shm->lock);
-    shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
-    if (import != NULL && import->attached) { /* otherwise our DROP is on its way to them */
-        good = kvx_shm_authentic(link, message, import->key);
-    }
-    if (good && import != NULL && import->attached && !import->revoke) {
-        import->revoke = true;
-        if (import->import != NULL) {
-            atomic_store(&import->import->revoked, true);
-        }
-        kvx_shm_shut(import, KVX_E_REVOKED);
-        kvx_shm_todo(peer);
-    }
-    pthread_mutex_unlock(&shm->lock);
-    return good;
-}
-
 /* -- notifications ----------------------------------------------------------------------------------------------------
  */
 
@@ -318,17 +201,27 @@ void kvx_shm_peer_cancelled(shm_peer *peer) {
     awaiting_end(peer, false, KVX_E_CANCELLED);
 }
 
+static bool on_forget(shm_peer *peer, const shm_message *message) {
+    pthread_mutex_lock(&peer->shm->lock);
+    kvx_shm_maps_forget(peer, message->mapped.region);
+    kvx_shm_todo(peer);
+    pthread_mutex_unlock(&peer->shm->lock);
+    return message->mapped.region != 0;
+}
+
 bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p) {
     shm_peer *peer = link->peer;
     switch (message->type) {
     case SHM_HELLO:
         return on_hello(peer, link, message);
     case SHM_IMPORTED:
-        return on_imported(peer, link, message, fd_p);
+        return kvx_shm_on_imported(peer, link, message, fd_p);
     case SHM_REVOKE:
-        return on_revoke(peer, link, message);
+        return kvx_shm_on_revoke(peer, link, message);
     case SHM_NOTIFIED:
         return on_notified(peer, link, message);
+    case SHM_FORGET:
+        return on_forget(peer, message);
     case SHM_BYE:
         return true; /* the end follows */
     default:
@@ -348,79 +241,6 @@ void kvx_shm_peer_end(shm_link *link, int status, int sys_errno) {
     pthread_mutex_unlock(&peer->shm->lock);
     if (!peer->told) {
         connect_end(peer, status, sys_errno);
-    }
-}
-
-/* Out of our address space and out of the owner's books; from a job or the progress thread. */
-static void give_back(shm_import *import) {
-    shm_peer *peer = import->peer;
-    shm_transport *shm = peer->shm;
-    bool whole = import->retiring;
-    shm_message message = {.handle = import->handle};
-    kvx_shm_unmap(import);
-    pthread_mutex_lock(&shm->lock);
-    if (import->attached && peer->link != NULL) {
-        import->attached = false;
-        message.type = import->revoke ? SHM_REVOKED : SHM_DROP;
-        kvx_shm_send(peer->link, &message, import->key, -1);
-    }
-    import->taken_back = true;
-    import->working = false;
-    if (whole) {
-        kvx_table_remove(&peer->by_handle, import->handle);
-        if (import->previous != NULL) {
-            import->previous->next = import->next;
-        } else {
-            peer->imports = import->next;
-        }
-        if (import->next != NULL) {
-            import->next->previous = import->previous;
-        }
-    }
-    kvx_shm_todo(peer);
-    pthread_mutex_unlock(&shm->lock);
-    if (whole) {
-        free((void *)import->filled);
-        free(import);
-    }
-}
-
-static void give_back_run(kvx_job *job) {
-    give_back((shm_import *)((char *)job - offsetof(shm_import, job)));
-}
-
-/* With the lock held: an import that can be given back, marked as such. */
-static shm_import *next_to_give_back(shm_peer *peer) {
-    for (shm_import *import = peer->imports; import != NULL; import = import->next) {
-        if (!import->idle || import->working) {
-            continue;
-        }
-        bool whole = import->import == NULL || peer->closing;
-        if (whole || (import->revoke && !import->taken_back)) {
-            import->retiring = whole;
-            import->working = true;
-            kvx_shm_hide(import);
-            return import;
-        }
-    }
-    return NULL;
-}
-
-static void give_back_all(shm_peer *peer) {
-    shm_transport *shm = peer->shm;
-    for (;;) {
-        pthread_mutex_lock(&shm->lock);
-        shm_import *import = next_to_give_back(peer);
-        pthread_mutex_unlock(&shm->lock);
-        if (import == NULL) {
-            return;
-        }
-        if (import->base != NULL && import->mapped > SHM_UNMAP_MAX) {
-            import->job.run = give_back_run;
-            kvx_core_job_post(shm->core, &import->job);
-        } else {
-            give_back(import);
-        }
     }
 }
 
@@ -478,10 +298,13 @@ static void lost_end(shm_peer *peer) {
     peer->lost_told = true;
     for (shm_import *import = tell ? peer->imports : NULL; import != NULL; import = import->next) {
         import->attached = false;
+        kvx_shm_map_leave(import); /* its view stays: memory that is mapped outlives its owner */
         if (import->pending) {
-            import_end(import, KVX_E_PEER_LOST, 0);
+            kvx_shm_import_end(import, KVX_E_PEER_LOST, 0);
         }
     }
+    kvx_shm_maps_forget(peer, 0);
+    kvx_shm_todo(peer);
     pthread_mutex_unlock(&shm->lock);
     link_bury(peer);
     if (tell) {
@@ -508,6 +331,9 @@ void kvx_shm_peer_todo(shm_peer *peer) {
     for (shm_import *import = ending ? peer->imports : NULL; import != NULL; import = import->next) {
         kvx_shm_shut(import, KVX_E_PEER_LOST);
     }
+    if (closing) {
+        kvx_shm_maps_forget(peer, 0);
+    }
     pthread_mutex_unlock(&shm->lock);
     if (!ending && !peer->told && peer->link == NULL && peer->deadline_ms == 0) {
         connect_begin(peer);
@@ -515,13 +341,13 @@ void kvx_shm_peer_todo(shm_peer *peer) {
     if (ending) {
         awaiting_end(peer, true, KVX_E_PEER_LOST);
     }
-    give_back_all(peer);
+    kvx_shm_give_back_all(peer);
     if (!ending) {
         return;
     }
     pthread_mutex_lock(&shm->lock);
     bool idle = all_idle(peer);
-    bool empty = peer->imports == NULL;
+    bool empty = peer->imports == NULL && peer->maps == NULL;
     pthread_mutex_unlock(&shm->lock);
     if (closing && empty) {
         closing_end(peer);
@@ -574,14 +400,7 @@ void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms) {
 void kvx_shm_peer_sweep(shm_peer *peer) {
     shm_message bye = {.type = SHM_BYE};
     awaiting_end(peer, true, KVX_E_CLOSED);
-    while (peer->imports != NULL) {
-        shm_import *import = peer->imports;
-        peer->imports = import->next;
-        kvx_shm_hide(import);
-        kvx_shm_unmap(import);
-        free((void *)import->filled);
-        free(import);
-    }
+    kvx_shm_imports_free(peer);
     if (peer->link != NULL) {
         kvx_shm_send(peer->link, &bye, NULL, -1);
         kvx_shm_link_free(peer->link);

@@ -376,8 +376,11 @@ static int shm_mem_register(void *transport, kvx_region *region) {
 }
 
 static int shm_mem_release(void *transport, kvx_region *region, kvx_grant *grant) {
-    (void)region;
-    return grant == NULL ? KVX_OK : kvx_shm_owner_revoke(transport, grant);
+    if (grant != NULL) {
+        return kvx_shm_owner_revoke(transport, grant);
+    }
+    kvx_shm_owner_forget(transport, region);
+    return KVX_OK;
 }
 
 const kvx_transport_ops kvx_transport_shm = {

@@ -35,7 +35,8 @@ class Type(IntEnum):
     DROP = 6
     NOTIFY = 7
     NOTIFIED = 8
-    BYE = 9
+    FORGET = 9
+    BYE = 10
 
 
 class Hung(Exception):
@@ -153,8 +154,9 @@ def import_body(grant: int, generation: int, length: int, access: int) -> bytes:
     return struct.pack("<QQQII", grant, generation, length, access, 0)
 
 
-def imported_body(at: int, probe_address: int = 0, probe: bytes = bytes(16)) -> bytes:
-    return struct.pack("<QQ16s", at, probe_address, probe)
+def imported_body(at: int, second: int = 0, probe: bytes = bytes(16)) -> bytes:
+    """``at`` and the region, or the address, that of the probe, and the probe."""
+    return struct.pack("<QQ16s", at, second, probe)
 
 
 def notify_body(token: int, tag: int, value: int) -> bytes:

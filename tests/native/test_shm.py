@@ -205,6 +205,37 @@ async def test_adopting_copies_nothing() -> None:
             pair.one(OpKind.PUT, 10)
 
 
+def mappings() -> int:
+    """Of shared regions, in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:kvxfer")
+
+
+async def test_grants_of_one_region_share_a_mapping() -> None:
+    with short_directory() as directory:
+        pair = Pair(directory, "shm")
+        try:
+            region, theirs = pair.owner.alloc(MIB)
+            mine, _ = pair.initiator.alloc(MIB)
+            peer = await pair.connect()
+            before = mappings()
+            for access in (3, 3, 1):
+                grant = pair.owner.engine.grant(region.id, 0, MIB, access)
+                await pair.import_(peer, grant)
+            assert mappings() == before + 1 + 3, "one to copy through, and one each to look at"
+            inside = pair.owner.engine.grant(region.id, 5000, 10_000, 3)
+            handle = await pair.import_(peer, inside)
+            assert mappings() == before + 1 + 4
+            outcome = pair.initiator.engine.submit_one(OpKind.GET, mine.id, handle, 0, 0, 10_000)
+            assert (await settled(outcome)).status == 0
+            assert (await within(pair.owner.engine.revoke(inside.id))).status == 0
+            assert mappings() == before + 1 + 3
+            theirs = theirs[:0].copy()
+            assert (await within(pair.owner.engine.release(region.id))).status == 0
+            await eventually(lambda: mappings() == before - 1)
+        finally:
+            pair.close()
+
+
 async def test_a_small_operation_overtakes_a_large_one() -> None:
     async with apart("alloc", 64 * MIB) as pair:
         assert (await pair.import_()).status == 0

@@ -70,6 +70,21 @@ async def test_a_grant_is_quiet_when_the_initiator_says_so() -> None:
             assert (await within(revoking)).status == 0
 
 
+async def test_who_got_a_region_is_told_that_it_goes() -> None:
+    async with owner() as one:
+        speaker, answer = attached(one)
+        with speaker:
+            os.close(answer.fds[0])
+            region = struct.unpack_from("<QQ", answer.body)[1]
+            assert region == one.region.id
+            speaker.send(Message(type=Type.DROP, handle=HANDLE), one.grant.key)
+            await eventually(lambda: one.engine.attached(one.grant.id) == 0)
+            one.bytes = one.bytes.copy()
+            assert (await within(one.engine.release(region))).status == 0
+            told = speaker.receive()
+            assert (told.type, struct.unpack_from("<QQ", told.body)[1]) == (Type.FORGET, region)
+
+
 async def test_a_read_only_grant_cannot_be_mapped_writable() -> None:
     async with owner(access=READ) as one:
         speaker, answer = attached(one)
