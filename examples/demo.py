@@ -1,46 +1,73 @@
 """A prompt is prefilled in one process and decoded in another; kvxfer moves the KV cache between two node daemons.
 
-Four processes besides this one: daemon A, daemon B, a prefill worker on A, a decode worker on B. Every generated
-token is compared with an undivided run of the same model in this process. Exit status 0: all tokens equal; 1: one
-differs (which is what --damage must lead to) or something failed.
+Four processes besides this one: daemon A, daemon B, a prefill worker on A, a decode worker on B (`demo_worker.py`, with
+the model of `tiny_model.py`). Every generated token is compared with an undivided run of the model in this process.
+
+Exit status: 0 all tokens equal; 1 one differs (which is what --damage must lead to) or something failed; 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # a checkout needs no installation
+for _place in (HERE.parent, HERE):  # a checkout needs no installation
+    if str(_place) not in sys.path:
+        sys.path.insert(0, str(_place))
 
-from kvxfer.testing.processes import daemon, python_process  # noqa: E402
+from kvxfer.errors import KvxferError  # noqa: E402
+from kvxfer.testing.processes import Process, daemon, python_process  # noqa: E402
 from kvxfer.testing.worker import Remote, WorkerFailed  # noqa: E402
 
-SEED = 7
-SOURCE_SEED, TARGET_SEED = 11, 22  # which blocks of the pool hold the request, on each side
+# Two BLAS threads on two cores wait for each other in busy loops, and a sum must not depend on how many there are.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+TABLE_SEEDS = {"prefill": 11, "decode": 22}  # which blocks of its pool hold the request, on each side
+STDERR_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a cache gets from A to B: what the prefill worker does, what the decode worker does, who is timed."""
+
+    source: str
+    target: str
+    timed: str
+    arguments: dict[str, Any]
+    transports: tuple[str, ...] = ("shm", "tcp")
+    together: bool = True  # both sides at once, or the decode worker only when the push is over
+
+
+WAYS = {
+    "push": Way("push", "land", "source", {}),
+    "pull": Way("publish", "pull", "target", {}),
+    # The last step of a cache that landed in daemon B: its worker maps memory of that daemon, so it is on B's host.
+    "adopt": Way("push", "adopt", "target", {"land": True}, transports=("shm",), together=False),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result."""
+    """One line of the result: medians over the timed transfers."""
 
     transport: str
     way: str
     bytes: int
     ms: float
     copies: float
-    verified: str
+    tokens: list[int]
 
 
 class Progress:
@@ -51,167 +78,260 @@ class Progress:
         self._live = sys.stderr.isatty()
 
     def step(self, text: str) -> None:
+        """The next step begins."""
         self._done += 1
         seconds = time.perf_counter() - self._started
         line = f"[{self._done}/{self._steps}] {seconds:5.1f} s  {text}"
         print(f"\r{line:<78}" if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
+        """Clear the line."""
         if self._live:
             print("\r" + " " * 78 + "\r", end="", file=sys.stderr, flush=True)
 
 
-def undivided(prompt: Path, steps: int) -> tuple[list[int], int]:
-    """The same model, prefill and decode in one go: the tokens that every divided run must reproduce."""
-    from demo_worker import BLOCK_TOKENS
-    from tiny_model import run_undivided
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The two worker processes."""
 
-    return run_undivided(prompt.read_bytes(), seed=SEED, steps=steps, block_tokens=BLOCK_TOKENS)
+    prefill: Remote
+    decode: Remote
 
 
-async def one_way(
-    way: str, transport: str, prefill: Remote, decode: Remote, node: list[str], args: argparse.Namespace
-) -> tuple[list[int], list[float], float, int]:
-    """A real request, then the same transfer a few times without computing: tokens, ms, copies per byte, bytes."""
-    request = f"{way}-{transport}"
-    names = {"push": ("push_prefill", "land_decode"), "pull": ("publish_prefill", "pull_decode")}[way]
-    await decode.do("wipe")
-    _, answer = await both(
-        prefill.do(names[0], request=request, to=node, seed=SOURCE_SEED),
-        decode.do(names[1], request=request, seed=TARGET_SEED, damage=args.damage),
-    )
-    again = {"push": ("push_again", "land_again"), "pull": ("publish_again", "pull_again")}[way]
-    taken, copied, moved = [], 0, 0
+# -- one transfer -----------------------------------------------------------------------------------------
+
+
+async def run_way(name: str, transport: str, workers: Workers, to: list[str], args: argparse.Namespace) -> Row:
+    """A real request whose tokens are kept, then the same transfer a few times without computing."""
+    way = WAYS[name]
+    request = f"{name}-{transport}"
+    _, decoded = await transfer(way, request, workers, to, compute=True, damage=args.damage)
+    timed, copied, moved = [], 0, 0
     for index in range(args.repeat):
-        first, second = await both(
-            prefill.do(again[0], request=f"{request}-{index}", to=node, seed=SOURCE_SEED),
-            decode.do(again[1], request=f"{request}-{index}", seed=TARGET_SEED),
-        )
-        taken.append(first.get("ms") or second["ms"])
-        copied += first["copied"] + second["copied"]
-        moved += first["moved"] + second["moved"]
-    return answer["tokens"], taken, copied / moved, moved // args.repeat
+        source, target = await transfer(way, f"{request}-{index}", workers, to, compute=False, damage=False)
+        timed.append(source["ms"] if way.timed == "source" else target["ms"])
+        copied += target["copied"] + (source["copied"] if way.together else 0)
+        moved += source["moved"] + target["moved"]
+    ms, copies = statistics.median(timed), copied / max(moved, 1)
+    return Row(transport, name, moved // args.repeat, ms, copies, decoded["tokens"])
 
 
-async def both(left: Any, right: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both sides of one transfer at the same time."""
-    first, second = await asyncio.gather(left, right, return_exceptions=True)
-    for answer in (first, second):
-        if isinstance(answer, BaseException):
-            raise answer
-    return first, second
+async def transfer(
+    way: Way, request: str, workers: Workers, to: list[str], *, compute: bool, damage: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both workers do their part of one request; what each of them measured."""
+
+    def source() -> Coroutine[Any, Any, dict[str, Any]]:
+        return workers.prefill.do(way.source, request=request, to=to, compute=compute, **way.arguments)
+
+    def target() -> Coroutine[Any, Any, dict[str, Any]]:
+        return workers.decode.do(way.target, request=request, damage=damage)
+
+    if way.together:
+        return await both(source(), target())
+    return await source(), await target()
 
 
-async def adoption(transport: str, prefill: Remote, decode: Remote, node: list[str]) -> Row:
-    """A push whose decode worker is not chosen yet: it lands in daemon B, the worker maps it later."""
-    request = f"adopt-{transport}"
-    pushed = await prefill.do("push_again", request=request, to=node, seed=SOURCE_SEED, land=True)
-    adopted = await decode.do("adopt", request=request)
-    source = await prefill.do("digest", seed=SOURCE_SEED)
-    equal = adopted["digest"] == source["digest"]
-    verified = "bytes equal" if equal else "BYTES DIFFER"
-    return Row(transport, "adopt", pushed["moved"], adopted["ms"], adopted["copied"] / pushed["moved"], verified)
+async def both(*sides: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two sides at the same time. When one fails, the other is told by kvxfer, and both are heard."""
+    answers = await asyncio.gather(*sides, return_exceptions=True)
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
+    if failures:
+        raise Failed("\n".join(str(failure) for failure in failures)) from failures[0]
+    first, second = answers
+    return first, second  # type: ignore[return-value]
 
 
-async def run(args: argparse.Namespace) -> int:
-    """All of it; returns the exit status."""
-    prompt: Path = args.prompt
-    transports, ways = args.transports.split(","), args.ways.split(",")
-    progress = Progress(3 + 2 * len(transports) + len(transports) * len(ways))
-    progress.step("undivided run of the model in this process")
-    expected, prompt_tokens = undivided(prompt, args.tokens)
-    rows: list[Row] = []
+# -- processes --------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """The demonstration cannot go on; the text says why."""
+
+
+@asynccontextmanager
+async def cluster(args: argparse.Namespace, progress: Progress) -> AsyncIterator[Workers]:
+    """Two daemons with a worker each. All four, and their directory, are gone when the block is left."""
+    processes: list[Process] = []
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-demo-")))
-        progress.step("starting daemons A and B")
-        nodes = [await stack.enter_async_context(daemon(scratch / name, name=f"daemon-{name}")) for name in "ab"]
-        progress.step("starting the prefill worker on A and the decode worker on B")
-        prefill, decode = [
-            await start_worker(stack, role, node.socket, prompt, args)
-            for role, node in zip(("prefill", "decode"), nodes, strict=True)
-        ]
-        for transport in transports:
-            progress.step(f"{transport}: opening clients")
-            await prefill.do("open", transport=transport)
-            node = (await decode.do("open", transport=transport))["addresses"]
-            for way in ways:
-                progress.step(f"{transport}: {way}, decode {args.tokens} tokens, then the transfer alone")
-                tokens, taken, copies, size = await one_way(way, transport, prefill, decode, node, args)
-                rows.append(Row(transport, way, size, statistics.median(taken), copies, compare(expected, tokens)))
-            if transport == "shm" and not args.damage:
-                rows.append(await adoption(transport, prefill, decode, node))
-            progress.step(f"{transport}: closing clients")
-            await prefill.do("close")
-            await decode.do("close")
-    progress.end()
-    return report(rows, prompt, prompt_tokens, expected, args)
+        stack.callback(progress.end)
+        try:
+            progress.step("starting daemons A and B")
+            sockets = {}
+            for role, name in (("prefill", "daemon-a"), ("decode", "daemon-b")):
+                node = await stack.enter_async_context(daemon(scratch / name, name=name))
+                processes.append(node.process)
+                sockets[role] = str(node.socket)
+            progress.step("starting the prefill worker on A and the decode worker on B")
+            for role, socket in sockets.items():
+                processes.append(await stack.enter_async_context(worker(role, socket, args)))
+            prefill, decode = (Remote(process, args.timeout + 30) for process in processes[2:])
+            yield Workers(prefill, decode)
+        except (KvxferError, WorkerFailed, Failed) as failure:
+            progress.end()
+            said = [line.partition("; its stderr: ")[0] for line in str(failure).splitlines()]  # shown in full below
+            raise Failed("\n  ".join(said) + last_words(processes)) from failure
 
 
-async def start_worker(
-    stack: AsyncExitStack, role: str, socket: Path, prompt: Path, args: argparse.Namespace
-) -> Remote:
+def worker(role: str, socket: str, args: argparse.Namespace) -> Any:
     """A worker process beside a daemon."""
-    command = [str(HERE / "demo_worker.py"), str(socket), str(prompt), str(SEED), str(args.tokens), str(args.timeout)]
-    environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    process = await stack.enter_async_context(python_process(command, name=role, environment=environment))
-    return Remote(process, args.timeout + 30)
+    settings = {
+        "socket": socket,
+        "prompt": str(args.prompt),
+        "steps": args.tokens,
+        "table_seed": TABLE_SEEDS[role],
+        "timeout": args.timeout,
+    }
+    environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return python_process([str(HERE / "demo_worker.py"), json.dumps(settings)], name=role, environment=environment)
+
+
+def last_words(processes: Sequence[Process]) -> str:
+    """What each process wrote to its stderr before the demonstration failed."""
+    text = ""
+    for process in processes:
+        lines = list(process.stderr)[-STDERR_LINES:]
+        text += "".join(f"\n  {process.name} | {line}" for line in lines)
+    return text
+
+
+# -- all of it --------------------------------------------------------------------------------------------
+
+
+async def demonstrate(args: argparse.Namespace, progress: Progress) -> list[Row]:
+    """Every way over every transport."""
+    rows = []
+    async with cluster(args, progress) as workers:
+        for transport in args.transports:
+            progress.step(f"{transport}: opening clients")
+            await workers.prefill.do("open", transport=transport)
+            to = (await workers.decode.do("open", transport=transport))["addresses"]
+            for name in args.ways:
+                if transport in WAYS[name].transports:
+                    progress.step(f"{transport}: {name}, decode {args.tokens} tokens, then the transfer alone")
+                    rows.append(await run_way(name, transport, workers, to, args))
+            await workers.prefill.do("close")
+            await workers.decode.do("close")
+    return rows
+
+
+async def until_told(args: argparse.Namespace, progress: Progress) -> list[Row]:
+    """The same, and SIGTERM ends it as Ctrl-C does: with everything put away."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await demonstrate(args, progress)
+
+
+def report(rows: list[Row], expected: list[int], args: argparse.Namespace) -> int:
+    """The table, and the exit status."""
+    print(f"{'transport':<10} {'way':<6} {'bytes':>12} {'ms':>9} {'GB/s':>7} {'copies/byte':>12}  verified")
+    for row in rows:
+        rate = "-" if not WAYS[row.way].together else f"{row.bytes / row.ms / 1e6:.2f}"
+        numbers = f"{row.bytes:>12} {row.ms:>9.2f} {rate:>7} {row.copies:>12.2f}"
+        print(f"{row.transport:<10} {row.way:<6} {numbers}  {compare(expected, row.tokens)}")
+    print(f"\nms: median of {args.repeat} transfers of the whole cache with rendezvous and commit, without computing")
+    print("copies/byte: by the CPU, counted by the engines of both workers (tcp: one into the kernel, one out of it)")
+    if any(row.way == "adopt" for row in rows):
+        print("adopt: the cache was pushed into daemon B before; its worker maps it and decodes from it in place")
+    wrong = sum(row.tokens != expected for row in rows)
+    if args.damage:
+        caught = "every damaged cache gave other tokens" if wrong == len(rows) else "A DAMAGED CACHE WENT UNNOTICED"
+        print(f"--damage: {caught}; exit status 1")
+        return 1
+    print(f"{wrong} of {len(rows)} runs DIFFER from the undivided run" if wrong else "all verified")
+    return 1 if wrong else 0
 
 
 def compare(expected: Sequence[int], got: Sequence[int]) -> str:
     """What the table says about the tokens."""
     if list(expected) == list(got):
         return f"{len(got)} tokens equal"
-    first = next(
-        (i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]),
-        min(len(expected), len(got)),
-    )
+    pairs = zip(expected, got, strict=False)
+    first = next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(expected), len(got)))
     return f"TOKEN {first} DIFFERS"
 
 
-def report(rows: list[Row], prompt: Path, prompt_tokens: int, expected: list[int], args: argparse.Namespace) -> int:
-    """The table, and the exit status."""
-    print(f"prompt {prompt.name}: {prompt_tokens} tokens; {len(expected)} tokens decoded on the other node")
-    print(f"{'transport':<10} {'way':<6} {'bytes':>12} {'ms':>9} {'GB/s':>7} {'copies/byte':>12}  verified")
-    for row in rows:
-        rate = row.bytes / row.ms / 1e6
-        numbers = f"{row.bytes:>12} {row.ms:>9.2f} {rate:>7.2f} {row.copies:>12.2f}"
-        print(f"{row.transport:<10} {row.way:<6} {numbers}  {row.verified}")
-    print(f"ms: median of {args.repeat} transfers of the whole cache with rendezvous and commit, without computing.")
-    print("copies/byte: counted by the engines of both workers (tcp: one into and one out of the kernel).")
-    wrong = [row for row in rows if "DIFFER" in row.verified]
-    if args.damage:
-        caught = "the check caught the damaged cache" if len(wrong) == len(rows) else "A DAMAGED CACHE WENT UNNOTICED"
-        print(f"--damage: {caught}; exit status 1")
-        return 1
-    print("all verified" if not wrong else f"{len(wrong)} of {len(rows)} runs differ from the undivided run")
-    return 1 if wrong else 0
-
-
-def parse() -> argparse.Namespace:
+def configure(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--prompt", type=Path, default=HERE.parent / "README.md", help="text file (default: the README)"
-    )
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to decode (default 48)")
-    parser.add_argument("--transports", default="shm,tcp", help="comma list (default shm,tcp)")
-    parser.add_argument("--ways", default="push,pull", help="comma list (default push,pull)")
-    parser.add_argument("--repeat", type=int, default=5, help="timed transfers per line (default 5)")
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for each step (default 20)")
-    parser.add_argument("--damage", action="store_true", help="damage the cache after it arrived: tokens must differ")
-    args = parser.parse_args()
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--prompt", type=Path, default=HERE.parent / "README.md", help="text file (default: kvxfer's README)")
+    add("--tokens", type=number(1, 512), default=48, metavar="N", help="tokens to decode (default 48)")
+    add("--transports", type=choices("shm", "tcp"), default="shm,tcp", metavar="A,B", help="default shm,tcp")
+    add("--ways", type=choices(*WAYS), default=",".join(WAYS), metavar="A,B", help=f"default {','.join(WAYS)}")
+    add("--repeat", type=number(1, 1000), default=5, metavar="N", help="timed transfers per line (default 5)")
+    add("--timeout", type=number(1, 3600), default=20, metavar="SECONDS", help="for each step (default 20)")
+    add("--damage", action="store_true", help="damage the cache after it arrived: the tokens must differ")
+
+
+def number(low: int, high: int) -> Any:
+    """An argument type: an integer in a range."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def choices(*known: str) -> Any:
+    """An argument type: a comma list of distinct known words."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if not set(words) <= set(known) or len(set(words)) < len(words):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(known)}")
+        return words
+
+    return parse
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole demonstration; returns the exit status."""
+    os.environ.update(ONE_THREAD)
+    for name in [name for name in os.environ if name.startswith("KVXFER_")]:
+        del os.environ[name]  # what is configured on this host is for other daemons
     args.prompt = args.prompt.resolve()
-    if not args.prompt.is_file():
-        parser.error(f"--prompt: {args.prompt} is not a file")
-    if not 1 <= args.tokens <= 512 or not 1 <= args.repeat <= 1000:
-        parser.error("--tokens must be 1 to 512 and --repeat 1 to 1000")
-    return args
+    try:
+        prompt = args.prompt.read_bytes()
+    except OSError as failure:
+        print(f"demo: cannot read --prompt {args.prompt}: {failure.strerror}", file=sys.stderr)
+        return 2
+    used = [way for way in args.ways if set(WAYS[way].transports) & set(args.transports)]
+    if not used:
+        print(f"demo: {','.join(args.ways)} does not go over {','.join(args.transports)}", file=sys.stderr)
+        return 2
+    runs = sum(transport in WAYS[way].transports for way in used for transport in args.transports)
+    progress = Progress(3 + len(args.transports) + runs)
+    try:
+        # Only now: BLAS reads the number of threads when numpy is loaded.
+        from demo_worker import BLOCK_TOKENS, SEED
+        from tiny_model import run_undivided
+
+        progress.step("undivided run of the model in this process")
+        expected, length = run_undivided(prompt, seed=SEED, steps=args.tokens, block_tokens=BLOCK_TOKENS)
+        rows = asyncio.run(until_told(args, progress))
+    except Failed as failure:
+        print(f"demo failed: {failure}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("demo: interrupted; daemons and workers have ended", file=sys.stderr)
+        return 130
+    cut = f" (the first {length - 1} of {len(prompt)} bytes)" if length - 1 < len(prompt) else ""
+    print(f"prompt {args.prompt.name}: {length} tokens{cut}; {args.tokens} more decoded on the other node\n")
+    return report(rows, expected, args)
+
+
+def main() -> int:
+    """From the command line."""
+    parser = argparse.ArgumentParser(prog="demo")
+    configure(parser)
+    return run(parser.parse_args())
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
-    os.environ.update(ONE_THREAD)
-    try:
-        sys.exit(asyncio.run(run(parse())))
-    except WorkerFailed as failed:
-        sys.exit(f"\ndemo failed: {failed}")
+    sys.exit(main())

@@ -1,49 +1,47 @@
 """One worker of the demonstration: holds a paged KV cache, prefills or decodes, and moves the cache with kvxfer.
 
-It is driven by `demo.py` over stdin and stdout (kvxfer.testing.worker). What is worth reading for a user of the
-library: `push_prefill`, `land_decode`, `publish_prefill` and `pull_decode`.
+`demo.py` starts one beside each daemon and calls the coroutines below by name, over stdin and stdout. A user of the
+library finds here the five calls that matter: `push` and `publish` on the prefill side, `offer`, `pull` and `adopt` on
+the decode side. Everything else is the model and bookkeeping.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_model import PagedCache, TinyModel, tokenize
+from tiny_model import Floats, PagedCache, TinyModel, tokenize
 
 import kvxfer
 from kvxfer.config import load
 from kvxfer.testing.worker import serve
 
 CHANNEL = "demo"
+SEED = 7
 BLOCK_TOKENS = 16
+SPARE_BLOCKS = 8  # they belong to nobody, as in a real pool
 
 
 class Worker:
-    """A model, a cache, and a client of this node's daemon."""
+    """A model, a paged cache, and a client of this node's daemon."""
 
-    def __init__(self, socket: str, prompt: str, seed: int, steps: int, timeout: float) -> None:
+    def __init__(self, socket: str, prompt: str, steps: int, table_seed: int, timeout: float) -> None:
         self.socket = socket
-        self.model = TinyModel(seed=seed)
-        self.tokens = tokenize(Path(prompt).read_bytes(), self.model.config.context_max - steps)
         self.steps = steps
         self.timeout = timeout
-        blocks = -(-(len(self.tokens) + steps) // BLOCK_TOKENS)
-        self.pool_blocks = blocks + 8  # a few that belong to nobody, as in a real pool
-        self.layout, self.length = kvxfer.contiguous_layout(self.model.geometry(BLOCK_TOKENS), self.pool_blocks)
-        self.blocks_needed = blocks
-        self.first_token = -1
-
-    def table(self, seed: int, tokens: int) -> kvxfer.BlockTable:
-        """Which blocks hold the request: scattered, and differently on each side."""
-        ids = np.random.default_rng(seed).permutation(self.pool_blocks)[: self.blocks_needed].astype(np.int64)
-        return kvxfer.BlockTable(blocks=ids, tokens=tokens)
+        self.model = TinyModel(seed=SEED)
+        self.prompt = tokenize(Path(prompt).read_bytes(), self.model.config.context_max - steps)
+        needed = -(-(len(self.prompt) + steps) // BLOCK_TOKENS)
+        self.layout, self.length = kvxfer.contiguous_layout(self.model.geometry(BLOCK_TOKENS), needed + SPARE_BLOCKS)
+        # Scattered blocks, other ones on each side: neither knows or cares which the other one has.
+        scattered = np.random.default_rng(table_seed).permutation(needed + SPARE_BLOCKS)[:needed]
+        self.table = kvxfer.BlockTable(blocks=scattered.astype(np.int64), tokens=len(self.prompt))
 
     async def open(self, transport: str) -> dict[str, Any]:
         """Connect with this transport only, so that the table shows what it says; there is no fallback."""
@@ -54,133 +52,136 @@ class Worker:
         self.paged = PagedCache(self.layout, self.region.array)
         return {"addresses": list(self.client.addresses)}
 
-    async def close(self) -> dict[str, Any]:
+    async def close(self) -> None:
         """Everything of this client ends here."""
         del self.paged, self.cache, self.region
         await self.client.aclose()
-        return {}
-
-    async def wipe(self) -> dict[str, Any]:
-        """Forget the cache's contents, so that nothing from an earlier run can help."""
-        self.region.array[:] = 0
-        return {}
-
-    def copied(self) -> dict[str, int]:
-        """Bytes that this process's CPU moved, and bytes confirmed, as the engine counted them."""
-        rows = self.client.plane.engine.counters().transports
-        return {
-            "copied": sum(row.copied_bytes for row in rows),
-            "moved": sum(row.put_bytes + row.get_bytes for row in rows),
-        }
 
     # -- prefill ------------------------------------------------------------------------------------------
 
-    async def push_prefill(self, request: str, to: list[str], seed: int) -> dict[str, Any]:
-        """Compute layer by layer; each layer is on its way while the next one is computed."""
-        table = self.table(seed, len(self.tokens))
-        async with self.client.push(request, to=to, cache=self.cache, table=table) as push:
-            for layer in self.model.prefill_layers(self.tokens, self.paged, table):
+    async def push(self, request: str, to: Sequence[str], compute: bool, land: bool = False) -> dict[str, Any]:
+        """Write the cache to the other node layer by layer: each is on its way while the next one is computed.
+
+        With ``land`` no decode worker needs to be chosen yet: the bytes go to the other node's daemon.
+        """
+        meter = Meter(self.client)
+        async with self.client.push(request, to=to, cache=self.cache, table=self.table, land=land) as push:
+            for layer in self.layers(compute):
                 await push.layer(layer)
-                await asyncio.sleep(0)
-            computed = time.perf_counter()
-        self.first_token = self.model.next_token()
-        await self.client.send(to, CHANNEL, json.dumps({"first": self.first_token}).encode())
-        return {"exposed_ms": (time.perf_counter() - computed) * 1e3, "transport": push.transport}
+                await asyncio.sleep(0)  # this model computes on the event loop; a real one does not
+        measured = meter.read()
+        await self.tell(to, compute)
+        return measured
 
-    async def publish_prefill(self, request: str, to: list[str], seed: int) -> dict[str, Any]:
+    async def publish(self, request: str, to: Sequence[str], compute: bool) -> dict[str, Any]:
         """Compute first, then say where the result lies; the ticket travels as JSON, as through a router."""
-        table = self.table(seed, len(self.tokens))
-        for _ in self.model.prefill_layers(self.tokens, self.paged, table):
+        for _ in self.layers(compute):
             await asyncio.sleep(0)
-        self.first_token = self.model.next_token()
-        async with self.client.publish(request, self.cache, table) as ticket:
-            note = {"first": self.first_token, "ticket": ticket.to_dict()}
-            await self.client.send(to, CHANNEL, json.dumps(note).encode())
-        return {"outcome": ticket.outcome}
+        meter = Meter(self.client)
+        async with self.client.publish(request, self.cache, self.table) as ticket:
+            await self.tell(to, compute, ticket=ticket.to_dict())
+        return meter.read()
 
-    async def push_again(self, request: str, to: list[str], seed: int, land: bool = False) -> dict[str, Any]:
-        """The same bytes once more without computing: how long the transfer alone takes."""
-        before, started = self.copied(), time.perf_counter()
-        table = self.table(seed, len(self.tokens))
-        async with self.client.push(request, to=to, cache=self.cache, table=table, land=land) as push:
-            await push.layers()
-        return {"ms": (time.perf_counter() - started) * 1e3, **self._since(before), "transport": push.transport}
+    def layers(self, compute: bool) -> Any:
+        """The indexes of the layers, each as soon as its keys and values are final."""
+        if compute:
+            return self.model.prefill_layers(self.prompt, self.paged, self.table)
+        return range(self.layout.geometry.layers)
 
-    async def publish_again(self, request: str, to: list[str], seed: int) -> dict[str, Any]:
-        """The same bytes once more, to be pulled."""
-        before = self.copied()
-        async with self.client.publish(request, self.cache, self.table(seed, len(self.tokens))) as ticket:
-            await self.client.send(to, CHANNEL, json.dumps({"ticket": ticket.to_dict()}).encode())
-        return {"outcome": ticket.outcome, **self._since(before)}
+    async def tell(self, to: Sequence[str], compute: bool, **more: Any) -> None:
+        """A small message to the decode worker, with the token that the prefill gave."""
+        first = self.model.next_token() if compute else None
+        await self.client.send(to, CHANNEL, json.dumps({"first": first, **more}).encode())
 
     # -- decode -------------------------------------------------------------------------------------------
 
-    async def land_decode(self, request: str, seed: int, damage: bool) -> dict[str, Any]:
-        """Offer blocks, watch the layers arrive, decode."""
-        table = self.table(seed, len(self.tokens))
-        async with self.client.offer(request, self.cache, table) as landing:
-            layers = [layer async for layer in landing]
-        note = json.loads(await self.client.recv(CHANNEL))
-        return {"layers": len(layers), "tokens": self._decode(note["first"], table, damage)}
+    async def land(self, request: str, damage: bool) -> dict[str, Any]:
+        """Offer blocks, and see the layers arrive."""
+        meter = Meter(self.client)
+        async with self.client.offer(request, self.cache, self.table) as landing:
+            async for _layer in landing:
+                pass  # an engine could start on this layer now
+        measured = meter.read()
+        return measured | self.decode(self.paged, await self.told(), damage)
 
-    async def pull_decode(self, request: str, seed: int, damage: bool) -> dict[str, Any]:
-        """Take the ticket, fetch the cache, decode."""
-        table = self.table(seed, len(self.tokens))
-        note = json.loads(await self.client.recv(CHANNEL))
-        pulled = await self.client.pull(note["ticket"], self.cache, table)
-        return {"layers": pulled.layers, "tokens": self._decode(note["first"], table, damage)}
+    async def pull(self, request: str, damage: bool) -> dict[str, Any]:
+        """Take the ticket, and fetch the cache."""
+        note = await self.told()
+        meter = Meter(self.client)
+        await self.client.pull(note["ticket"], self.cache, self.table)
+        measured = meter.read()
+        return measured | self.decode(self.paged, note, damage)
 
-    async def land_again(self, request: str, seed: int) -> dict[str, Any]:
-        """Offer the same blocks once more."""
-        before = self.copied()
-        async with self.client.offer(request, self.cache, self.table(seed, len(self.tokens))) as landing:
-            await landing.wait()
-        return self._since(before)
-
-    async def pull_again(self, request: str, seed: int) -> dict[str, Any]:
-        """Fetch the same bytes once more."""
-        note = json.loads(await self.client.recv(CHANNEL))
-        before, started = self.copied(), time.perf_counter()
-        pulled = await self.client.pull(note["ticket"], self.cache, self.table(seed, len(self.tokens)))
-        return {"ms": (time.perf_counter() - started) * 1e3, **self._since(before), "transport": pulled.transport}
-
-    async def adopt(self, request: str) -> dict[str, Any]:
-        """Take over what landed in the daemon: mapped and read in place."""
-        before, started = self.copied(), time.perf_counter()
+    async def adopt(self, request: str, damage: bool) -> dict[str, Any]:
+        """Take over what landed in the daemon: mapped, and read in place while decoding."""
+        note = await self.told()
+        meter = Meter(self.client)
         async with self.client.adopt(request) as landed:
-            taken_ms = (time.perf_counter() - started) * 1e3
-            copied = self._since(before)["copied"]
-            digest = self._digest(PagedCache(landed.layout, landed.array), landed.table)
-        return {"ms": taken_ms, "copied": copied, "digest": digest}
+            measured = meter.read()
+            memory = landed.array.copy() if damage else landed.array  # it is read-only
+            prompt = PagedCache(landed.layout, memory)
+            if damage:
+                flip_signs(prompt, landed.table)
+            return measured | self.decode(AdoptedPrompt(prompt, landed.table, self.paged), note, False)
 
-    async def digest(self, seed: int) -> dict[str, Any]:
-        """A hash over the request's cache in token order, whatever blocks hold it."""
-        return {"digest": self._digest(self.paged, self.table(seed, len(self.tokens)))}
+    async def told(self) -> dict[str, Any]:
+        """What the prefill worker says with `tell`."""
+        note: dict[str, Any] = json.loads(await self.client.recv(CHANNEL))
+        return note
 
-    # -- helpers ------------------------------------------------------------------------------------------
-
-    def _decode(self, first: int, table: kvxfer.BlockTable, damage: bool) -> list[int]:
+    def decode(self, cache: PagedCache, note: dict[str, Any], damage: bool) -> dict[str, Any]:
+        """The tokens that follow the first one; none when only the transfer is measured."""
+        if note["first"] is None:
+            return {"tokens": []}
         if damage:
-            self._damage(table)
-        return self.model.decode(first, len(self.tokens), self.paged, table, self.steps)
+            flip_signs(cache, self.table)
+        tokens = self.model.decode(note["first"], len(self.prompt), cache, self.table, self.steps)
+        self.region.array[:] = 0  # so that nothing of this run can help the next one
+        return {"tokens": tokens}
 
-    def _damage(self, table: kvxfer.BlockTable) -> None:
-        """What a wrong block would do: swap the sign of one layer's values in a few of the request's blocks."""
-        victim = self.paged.layer(1)
-        for block in table.blocks[: max(1, len(table.blocks) // 4)]:
-            victim[:, block] *= -1
 
-    def _digest(self, paged: PagedCache, table: kvxfer.BlockTable) -> str:
-        sha = hashlib.sha256()
-        for layer in range(self.layout.geometry.layers):
-            for values in paged.read(layer, table, table.tokens):
-                sha.update(np.ascontiguousarray(values).tobytes())
-        return sha.hexdigest()
+class AdoptedPrompt(PagedCache):
+    """The prompt's keys and values stay where they landed; those of new tokens go to blocks of our own."""
 
-    def _since(self, before: dict[str, int]) -> dict[str, int]:
-        return {name: value - before[name] for name, value in self.copied().items()}
+    def __init__(self, prompt: PagedCache, prompt_table: kvxfer.BlockTable, own: PagedCache) -> None:
+        self.layout = own.layout
+        self.prompt, self.prompt_table, self.own = prompt, prompt_table, own
+
+    def write(self, layer: int, table: kvxfer.BlockTable, first: int, keys: Floats, values: Floats) -> None:
+        """New positions only: the adopted memory is read-only."""
+        self.own.write(layer, table, first, keys, values)
+
+    def read(self, layer: int, table: kvxfer.BlockTable, tokens: int) -> tuple[Floats, Floats]:
+        """Positions of the prompt from the adopted memory, those after it from our own."""
+        prompt = self.prompt_table.tokens
+        landed, own = self.prompt.read(layer, self.prompt_table, prompt), self.own.read(layer, table, tokens)
+        keys, values = (np.concatenate([old, new[prompt:]]) for old, new in zip(landed, own, strict=True))
+        return keys, values
+
+
+class Meter:
+    """What happens from here on: milliseconds, bytes that this process's CPU copied, bytes that its engine moved."""
+
+    def __init__(self, client: kvxfer.Client) -> None:
+        self._client = client
+        self._before = self._counters()
+        self._started = time.perf_counter()
+
+    def read(self) -> dict[str, Any]:
+        """Numbers since the start."""
+        ms = (time.perf_counter() - self._started) * 1e3
+        copied, moved = (now - before for now, before in zip(self._counters(), self._before, strict=True))
+        return {"ms": ms, "copied": copied, "moved": moved}
+
+    def _counters(self) -> tuple[int, int]:
+        rows = self._client.plane.engine.counters().transports
+        return sum(row.copied_bytes for row in rows), sum(row.put_bytes + row.get_bytes for row in rows)
+
+
+def flip_signs(cache: PagedCache, table: kvxfer.BlockTable) -> None:
+    """Damage a cache as a wrong block would: in one layer, a quarter of the request's blocks."""
+    cache.layer(1)[:, table.blocks[: max(1, len(table.blocks) // 4)]] *= -1
 
 
 if __name__ == "__main__":
-    socket, prompt, seed, steps, timeout = sys.argv[1:6]
-    asyncio.run(serve(Worker(socket, prompt, int(seed), int(steps), float(timeout))))
+    asyncio.run(serve(Worker(**json.loads(sys.argv[1]))))
