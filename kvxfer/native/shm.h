@@ -29,7 +29,7 @@
 #define SHM_READS_MAX    32                   /* messages of one connection before others get their turn */
 #define SHM_RETRY_MS     5                    /* connect again when the listener's queue is full */
 #define SHM_ACCEPT_MS    100                  /* accept again after running out of descriptors */
-#define SHM_GRANULE      (UINT64_C(64) << 10) /* page tables are filled for so much at once */
+#define SHM_GRANULE      (UINT64_C(16) << 10) /* page tables are filled for so much at once */
 #define SHM_IDLE_MAX     1024                 /* mappings of a peer that no import uses */
 #define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* larger mappings are unmapped by the copy pool */
 #define SHM_PROCESS      1                    /* marks the address of a link in the epoll set */

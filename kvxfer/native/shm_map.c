@@ -2,7 +2,7 @@
  *
  * Each request brings a new grant, but most grants are of the same few regions. So what copies go through is mapped
  * once per region and kept: filling page tables anew costs several times what a scattered copy does. Page tables are
- * filled where the first copy comes along, 64 KiB at a time; for all of a large cache at once the import would take
+ * filled where the first copy comes along, as far as it goes; for all of a large cache at once the import would take
  * seconds.
  *
  * What an application looks at is another mapping, one per import, which goes when the grant is taken back. */
