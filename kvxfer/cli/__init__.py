@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("kvxfer.cli.serve", "run this node's daemon"),
     "ping": ("kvxfer.cli.ping", "measure the control and data path to a node, per transport"),
     "demo": ("kvxfer.cli.demo", "move a real KV cache between two nodes and compare every token"),
+    "bench": ("kvxfer.cli.bench", "measure the transports on the work of a KV cache, beside plain copies and rivals"),
     "config": ("kvxfer.cli.config", "print the effective configuration and where each value comes from"),
 }
 EPILOG = """examples:
