@@ -22,7 +22,6 @@ import uvloop
 
 from kvxfer.client import Client, local
 from kvxfer.config import Loaded, load
-from kvxfer.deadline import seconds
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import IntegrityError, KvxferError, UsageError
 from kvxfer.options import nearest
@@ -31,6 +30,7 @@ from kvxfer.peer import as_node
 PING_REGION = "kvxfer.ping"
 BLOCK_BYTES = 4096
 COUNT_MAX = 100_000
+TIMEOUT_S_MAX = 3600
 WHOLE_COUNT = 20
 COMPARE_TIMES = 5  # somebody else's ping may write between our put and our get
 TRANSPORTS = ("shm", "tcp")  # `loop` reaches only the daemon's own process, so it is never a way from here
@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
             hint = f"did you mean {close}?" if close else f"one of {', '.join(TRANSPORTS)}"
             raise UsageError("--transport: no such way to another node", value=name[:40], hint=hint)
     node = as_node(args.node.split(","))
-    seconds(args.timeout, "--timeout")
+    if not 0 < args.timeout <= TIMEOUT_S_MAX:
+        raise UsageError(f"--timeout must be a number of seconds up to {TIMEOUT_S_MAX}", value=args.timeout)
     logging.getLogger("kvxfer").addHandler(logging.NullHandler())  # the report says it all, once
     return uvloop.run(_ping(node, args, load(args.config)))
 
