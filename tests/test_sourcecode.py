@@ -9,6 +9,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,7 +246,7 @@ def test_a_transport_has_one_global_symbol(path: str, tmp_path: Path) -> None:
 
 def test_the_extension_shows_one_symbol() -> None:
     """What is hidden cannot collide with another library in the process."""
-    [built] = (ROOT / "kvxfer" / "native").glob("_shim.*.so")
+    built = ROOT / "kvxfer" / "native" / f"_shim{sysconfig.get_config_var('EXT_SUFFIX')}"
     symbols = subprocess.run(["nm", "-D", "--defined-only", built], capture_output=True, text=True, check=True).stdout
     assert rules.global_symbols(symbols) == {"PyInit__shim"}
 

@@ -18,14 +18,14 @@ Outcome = tuple[list[Message | Unknown], tuple[str, str] | None]
 
 
 def outcome(decoder: FrameDecoder, chunks: list[bytes]) -> Outcome:
-    """Messages, and class and text of the error."""
+    """Messages, and class and text of the error; what a stranger looks like depends on how much of it is there."""
     seen: list[Message | Unknown] = []
     try:
         for chunk in chunks:
             for message in decoder.feed(chunk):
                 seen.append(message)  # noqa: PERF402 - what came before an error counts
     except ProtocolError as wrong:
-        return seen, (type(wrong).__name__, wrong.message)
+        return seen, (type(wrong).__name__, wrong.message.partition("; it looks like")[0])
     return seen, None
 
 
@@ -185,3 +185,10 @@ def test_garbage_gives_messages_or_a_protocol_error(garbage: bytes, accepting: b
     with contextlib.suppress(ProtocolError):
         for message in FrameDecoder(expect_preamble=accepting).feed(stream):
             assert isinstance(message, Message | Unknown)
+
+
+def test_a_stranger_after_the_preamble_is_one_however_it_is_cut() -> None:
+    stream = PREAMBLE + b"OPTIONS "
+    whole = outcome(FrameDecoder(1 << 20, expect_preamble=True), [stream])
+    assert whole[1] == ("NotKvxfer", "the other side does not speak kvxfer's protocol")
+    assert outcome(FrameDecoder(1 << 20, expect_preamble=True), bytewise(stream)) == whole
