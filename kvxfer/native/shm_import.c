@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "shm.h"
 
+#include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,6 +104,10 @@ void kvx_shm_import_end(shm_import *import, int status, int sys_errno) {
 /* Only this thread ends a pending import, so the lock is not needed to keep it. */
 static int open_up(shm_import *import, const shm_message *message, int fd, int *errno_p) {
     *errno_p = 0;
+    if (fd == SHM_FD_MISSED) {
+        *errno_p = EMFILE;
+        return KVX_E_FDS;
+    }
     if (message->how == SHM_BY_MAPPING) {
         return kvx_shm_map(import, message, fd, errno_p);
     }
@@ -116,7 +121,7 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
     shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
     bool closing = peer->closing;
     pthread_mutex_unlock(&shm->lock);
-    bool good = import != NULL && import->pending && (message->how == SHM_BY_MAPPING) == (*fd_p >= 0);
+    bool good = import != NULL && import->pending && (message->how == SHM_BY_MAPPING) == (*fd_p != -1);
     int status = message->status, sys_errno = message->sys_errno;
     if (good && status == KVX_OK) {
         good =
@@ -135,8 +140,10 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
         kvx_shm_import_end(import, status, sys_errno);
         pthread_mutex_unlock(&shm->lock);
     }
-    if ((good || closing) && *fd_p >= 0) {
-        close(*fd_p);
+    if (good || closing) {
+        if (*fd_p >= 0) {
+            close(*fd_p);
+        }
         *fd_p = -1;
     }
     return good || (closing && import == NULL);

@@ -313,9 +313,11 @@ static void take(shm_link *link, const shm_message *message, size_t length, int 
     if (good) {
         good = link->peer != NULL ? kvx_shm_peer_message(link, message, &fd) : kvx_shm_owner_message(link, message);
     }
-    if (fd >= 0) { /* nobody wanted it */
-        close(fd);
+    if (fd != -1) { /* nobody wanted it */
         good = false;
+        if (fd >= 0) {
+            close(fd);
+        }
     }
     if (!good && link->state != SHM_DEAD && link->state != SHM_LINGER && !(link->peer != NULL && link->peer->lost)) {
         link_end(link, status, 0, false);
@@ -354,7 +356,12 @@ static bool receive(shm_link *link) {
         link_end(link, KVX_E_PEER_LOST, 0, true);
         return false;
     }
-    take(link, &in.message, (size_t)got, fd, more || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0);
+    bool cut = (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
+    if (link->peer != NULL && (header.msg_flags & MSG_CTRUNC) && fd < 0) { /* there was one, but no room for it here */
+        cut = (header.msg_flags & MSG_TRUNC) != 0;
+        fd = SHM_FD_MISSED;
+    }
+    take(link, &in.message, (size_t)got, fd, more || cut);
     return true;
 }
 

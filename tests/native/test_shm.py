@@ -5,8 +5,10 @@ mappings.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -203,6 +205,27 @@ async def test_adopting_copies_nothing() -> None:
         assert await pair.owner.ask("sum") == str(5 * 20 * MIB)
         with pytest.raises(Revoked):
             pair.one(OpKind.PUT, 10)
+
+
+async def test_no_room_for_a_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with apart("alloc") as pair:
+        taken = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+            while True:
+                try:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+                except OSError:
+                    break
+            event = await pair.import_()
+            assert (event.status, event.sys_errno) == (Status.FDS, errno.EMFILE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken:
+                os.close(fd)
+        assert (await pair.import_()).status == 0, "the connection is as good as before"
+        assert (await settled(pair.one(OpKind.PUT, 100))).status == 0
 
 
 def mappings() -> int:
