@@ -3,9 +3,8 @@ worker maps that memory and reads it in place. No byte is copied."""
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,10 @@ import numpy.typing as npt
 from kvxfer.control import ClaimHandle
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import ClosedError, PeerLost, ProtocolError
-from kvxfer.exchange import unpack_map
+from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, UsageError
+from kvxfer.exchange import from_peer, unpack_map
 from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.reach import Import
 from kvxfer.wire.messages import Claim, PostingEvent
 
 if TYPE_CHECKING:
@@ -24,15 +24,20 @@ if TYPE_CHECKING:
 
 class Adoption:
     """``async with client.adopt(request_id) as landed``: ``landed.array`` is the memory (uint8, read-only),
-    ``layout`` and ``table`` say what lies where. Leaving the block gives the memory back to the daemon."""
+    ``layout`` and ``table`` say what lies where. Leaving the block gives the memory back to the daemon.
+
+    When the daemon takes it back earlier, or dies, `array` raises `PeerLost`, and so does leaving the block: what was
+    read lately may have been zeros.
+    """
 
     def __init__(self, client: Client, request_id: str, *, wait_s: float, timeout: float) -> None:
         self._client = client
         self._wait_s = wait_s
         self._timeout = timeout
         self._claim: ClaimHandle | None = None
-        self._descriptor: RemoteDescriptor | None = None
-        self._lost: PeerLost | None = None
+        self._mapped: Import | None = None
+        self._entered = False
+        self._lost: KvxferError | None = None
         self._array: npt.NDArray[np.uint8] | None = None
         self.request_id = request_id
         self.layout: CacheLayout
@@ -48,48 +53,69 @@ class Adoption:
         return self._array
 
     async def __aenter__(self) -> Adoption:
+        if self._entered:
+            raise UsageError("an adoption is entered once", hint="make another one")
+        self._entered = True
         deadline = Deadline.after(self._timeout)
-        message = Claim(kind="landing", key=self.request_id, wait_s=min(self._wait_s, deadline.remaining()))
+        message = Claim(kind="landing", key=self.request_id, wait_s=deadline.wait(self._wait_s))
         self._claim, body = await self._client.control.claim(message, deadline, self._on_claim)
+        self._client.enter(self, self._end)
+        descriptor: RemoteDescriptor | None = None
         try:
-            descriptor, raw = _parse(body)
-            self.layout = CacheLayout.from_dict(raw["layout"])
-            self.table = BlockTable.from_dict(raw["table"])
-            view = await asyncio.wait_for(
-                self._client.plane.map(descriptor), deadline.require("the landing was mapped")
-            )
+            descriptor, self.layout, self.table = _parse(body)
+            async with deadline.bound("the landing was mapped"):
+                view, self._mapped = await self._client.plane.map(descriptor)
+            self._array = np.frombuffer(view, dtype=np.uint8)
+            if self._lost is not None:
+                raise self._lost
         except BaseException:
             self._settle()
+            if descriptor is not None and not self._client.closed:
+                self._client.plane.forget(descriptor)
             raise
-        self._descriptor = descriptor
-        self._array = np.frombuffer(view, dtype=np.uint8)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._settle()
+        if error is None and self._lost is not None:
+            raise self._lost
 
     def _settle(self) -> None:
+        self._client.leave(self)
         self._array = None
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            self._client.plane.unmap(descriptor)
-        if self._claim is not None:
-            claim, self._claim = self._claim, None
+        mapped, self._mapped = self._mapped, None
+        claim, self._claim = self._claim, None
+        if self._client.closed:
+            return
+        if mapped is not None:
+            self._client.plane.unmap(mapped)
+        if claim is not None:
             self._client.control.settle_in_background(claim, "done", None)
+
+    def _end(self, error: KvxferError) -> None:
+        self._lost = self._lost or error
 
     def _on_claim(self, event: PostingEvent) -> None:
         if event.what in ("lost", "orphaned", "expired", "withdrawn"):
-            self._lost = PeerLost(f"the landing of {self.request_id} is gone: {event.what}")
+            self._end(PeerLost(f"the landing of {self.request_id} is gone: {event.what}"))
 
 
-def _parse(body: bytes) -> tuple[RemoteDescriptor, dict[str, Any]]:
+def _parse(body: bytes) -> tuple[RemoteDescriptor, CacheLayout, BlockTable]:
     outer = unpack_map(body, "landing")
     inner = outer.get("body")
     if not isinstance(inner, bytes):
         raise ProtocolError("the landing has no body")
     raw = unpack_map(inner, "landing body")
-    if "layout" not in raw or "table" not in raw:
-        raise ProtocolError("the landing does not say what it holds")
-    return RemoteDescriptor.from_dict(outer.get("descriptor", {})), raw
+    with from_peer("landing"):
+        descriptor = RemoteDescriptor.from_dict(outer.get("descriptor", {}))
+        layout, table = CacheLayout.from_dict(raw["layout"]), BlockTable.from_dict(raw["table"])
+    # Whoever pushed it chose the layout, and the pool only the length.
+    needed = layout.region_bytes()
+    if set(needed) != {0} or needed[0] > descriptor.length:
+        raise ProtocolError("the landing's layout leaves its memory", length=descriptor.length)
+    held = len(table.blocks) * layout.geometry.block_tokens
+    if table.tokens > held or (len(table.blocks) and int(table.blocks.max()) >= layout.blocks):
+        raise ProtocolError("the landing's table names blocks that its layout does not have")
+    return descriptor, layout, table

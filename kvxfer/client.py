@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import SystemRandom
 from types import TracebackType
@@ -23,14 +24,21 @@ from kvxfer.adopt import Adoption
 from kvxfer.config import Config, load
 from kvxfer.control import Control
 from kvxfer.dataplane import DataPlane, Part
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor, Ticket
-from kvxfer.errors import AccessDenied, ClosedError, InvalidLength, OutOfRange, UsageError
+from kvxfer.errors import (
+    AccessDenied,
+    ClosedError,
+    ForkedClientError,
+    KvxferError,
+    UsageError,
+    WrongThread,
+)
 from kvxfer.geometry import BlockTable
 from kvxfer.link import LinkFacts
 from kvxfer.mailboxes import Mailboxes
 from kvxfer.memory import borrow
-from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind, RegionInfo
+from kvxfer.native.engine import Engine, EngineConfig, OpKind, RegionInfo
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
 from kvxfer.paths import counters_path, daemon_socket, socket_dir
@@ -40,8 +48,8 @@ from kvxfer.push import Push
 from kvxfer.region import KVCache, Region, Span, check_span
 from kvxfer.sharing import Share, lookup_descriptor, share_region
 from kvxfer.spans import SpanHandle, SpanLedger
-from kvxfer.tasks import TaskOwner
-from kvxfer.transfer import Transfer, gather_settled
+from kvxfer.tasks import TaskOwner, shared
+from kvxfer.transfer import Transfer
 
 Node = str | Sequence[str]
 
@@ -62,11 +70,19 @@ class Client:
         self._plane: DataPlane | None = None
         self._control: Control | None = None
         self._mailboxes: Mailboxes | None = None
+        self._entered = False
+        self._pid = self._thread = 0
+        self._allocs: set[asyncio.Task[RegionInfo]] = set()
+        self._flows: dict[object, Callable[[KvxferError], None]] = {}
         self.ledger = SpanLedger()
 
     # -- life -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Client:
+        if self._entered:
+            raise UsageError("a client is entered once", hint="make another one")
+        self._entered = True
+        self._pid, self._thread = os.getpid(), threading.get_ident()
         directory = socket_dir(self.config) if self._socket is None else self._socket.parent
         socket = daemon_socket(directory) if self._socket is None else self._socket
         engine_id = secrets.token_bytes(16)
@@ -89,14 +105,20 @@ class Client:
                 incarnation=control.incarnation,
                 advertise=control.advertise,
             )
+            control.on_identity = self._identified
             self._mailboxes = Mailboxes(control, self.config)
         except BaseException:
-            await control.aclose()
-            self._control = None
+            self._plane = self._control = None
             if engine is not None:
                 engine.close()
+            await control.aclose()
             raise
         return self
+
+    def _identified(self) -> None:
+        """The daemon restarted: its address or identity may have changed."""
+        control = self.control
+        self.plane.identify(node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -104,17 +126,59 @@ class Client:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End everything: transfers complete, memory is unmapped, no task, thread or descriptor of ours remains."""
-        await self._tasks.aclose()
-        if self._control is not None:
-            await self._control.aclose()
-        if self._plane is not None:
-            await self._plane.aclose()
+        """End everything: transfers complete, memory is unmapped, no task, thread or descriptor of ours remains.
+
+        Whoever waits for something of this client meanwhile gets a `ClosedError`. Cancelled, it still ends all of it.
+        """
+        if self._plane is None:
+            return
+        self._require_here()
+        self._end_flows()
+        control, plane = self.control, self.plane
+        try:
+            if self._allocs:  # their threads cannot be stopped, and the engine would wait for them
+                await asyncio.wait(self._allocs)
+        finally:
+            async with AsyncExitStack() as ends:  # last in, first out; each runs whatever happens to the others
+                ends.callback(self._forget_all)
+                ends.push_async_callback(plane.aclose)
+                ends.push_async_callback(control.aclose)
+                ends.push_async_callback(self._boxes.aclose)
+                ends.push_async_callback(self._tasks.aclose)
+
+    def _forget_all(self) -> None:
         self._plane = self._control = self._mailboxes = None
+
+    def _end_flows(self) -> None:
+        flows, self._flows = self._flows, {}
+        for end in flows.values():
+            end(ClosedError("the client was closed"))
+        if self._mailboxes is not None:
+            self._mailboxes.close()
+
+    def enter(self, flow: object, end: Callable[[KvxferError], None]) -> None:
+        """A flow begins that has to hear of it when the client is closed."""
+        self._flows[flow] = end
+
+    def leave(self, flow: object) -> None:
+        """It has ended."""
+        self._flows.pop(flow, None)
+
+    def _require_here(self) -> None:
+        if threading.get_ident() != self._thread and self._thread:
+            raise WrongThread("this client belongs to another thread", hint="call it on its event loop's thread")
+        if os.getpid() != self._pid and self._pid:
+            raise ForkedClientError("this client belongs to the parent process", hint="open one after the fork")
+
+    @property
+    def closed(self) -> bool:
+        """True before it is entered and after its end."""
+        return self._plane is None
 
     @property
     def plane(self) -> DataPlane:
         """The data plane (for tools; transfers normally go through `put`, `get`, `push` and `pull`)."""
+        self._require_here()
         if self._plane is None:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
         return self._plane
@@ -122,6 +186,7 @@ class Client:
     @property
     def control(self) -> Control:
         """The link to the daemon (for tools)."""
+        self._require_here()
         if self._control is None:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
         return self._control
@@ -144,8 +209,10 @@ class Client:
         engine = plane.engine
         # Touching pages takes about a second per GiB: never on the loop.
         working = self._tasks.run(asyncio.to_thread(engine.alloc, length, numa_node), "alloc")
+        self._allocs.add(working)
+        working.add_done_callback(self._allocs.discard)
         try:
-            info = await asyncio.shield(working)
+            info = await shared(working)
         except asyncio.CancelledError:
             working.add_done_callback(lambda done: self._drop_late(done))
             raise
@@ -162,6 +229,7 @@ class Client:
         The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
         overlap is an `OverlapError` that names the region in the way.
         """
+        self._require_here()
         found = borrow(memory)
         info = self.plane.engine.register(found.address, found.length, read_only=found.read_only)
         return Region(self.plane, info, found.array, found.owner)
@@ -183,6 +251,8 @@ class Client:
         Awaiting the transfer resolves when the owner's memory holds the bytes; with ``visible=True`` when the owner has
         also been told (see `notifications`; it receives ``notify``, 0 to 2^64-1).
         """
+        if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
+            raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
         return self._one_sided(
             OpKind.PUT, source, target, target_offset, timeout, (0, notify) if visible else None, ACCESS_WRITE
         )
@@ -209,16 +279,12 @@ class Client:
             region, offset, length = local, 0, local.length
         else:
             raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
-        region.require()
+        plane = self.plane
+        region.require(plane)
         if not isinstance(remote, RemoteDescriptor):
             hint = "RemoteDescriptor.from_dict makes one of a dict"
             raise UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
-        if not isinstance(remote_offset, int) or remote_offset < 0:
-            raise InvalidLength("the remote offset must be an integer of at least 0", value=repr(remote_offset)[:40])
-        if remote_offset + length > remote.length:
-            raise OutOfRange(
-                "the span leaves the remote memory", offset=remote_offset, length=length, limit=remote.length
-            )
+        check_span(remote_offset, length, remote.length, "the remote memory")
         if not remote.access & right:
             raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
         part = Part(
@@ -230,13 +296,13 @@ class Client:
             check=self.config.integrity,
         )
         limit = self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
-        return self.plane.start((part,), timeout=limit, peer=remote.node_id)
+        return plane.start((part,), timeout=limit, peer=remote.node_id)
 
     def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
         """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of
         values.
         """
-        return Notifications(self.plane, descriptor)
+        return Notifications(self, descriptor)
 
     # -- nodes, names, messages -------------------------------------------------------------------------------
 
@@ -256,13 +322,13 @@ class Client:
 
     async def share(self, region: Region, name: str, access: str = "rw", *, lease_s: float | None = None) -> Share:
         """Give a region a name under which other nodes find its descriptor (`lookup`)."""
-        lease = self.config.lease_s if lease_s is None else lease_s
-        return await share_region(self, region, name, access, lease)
+        return await share_region(self, region, name, access, self._lease(lease_s))
 
     async def lookup(
         self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
     ) -> RemoteDescriptor:
         """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
+        wait_s = seconds(wait_s, "wait_s", least=0.0)
         return await lookup_descriptor(self, as_node(node), name, wait_s, self._deadline(timeout))
 
     # -- whole caches -----------------------------------------------------------------------------------------
@@ -284,8 +350,8 @@ class Client:
             _request_id(request_id),
             cache,
             table,
-            lease_s=self.config.lease_s if lease_s is None else lease_s,
-            timeout=self.config.timeout_s if timeout is None else timeout,
+            lease_s=self._lease(lease_s),
+            timeout=self._timeout(timeout),
             check=self.config.integrity,
         )
 
@@ -305,14 +371,14 @@ class Client:
         With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
         takes them over with `adopt`.
         """
-        limit = self.config.timeout_s if timeout is None else timeout
+        limit = self._timeout(timeout)
         return Push(
             self,
             _request_id(request_id),
             to=as_node(to),
             cache=cache,
             table=table,
-            wait_s=limit if wait_s is None else wait_s,
+            wait_s=limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0),
             timeout=limit,
             land=land,
         )
@@ -332,7 +398,7 @@ class Client:
             _request_id(request_id),
             cache,
             table,
-            lease_s=self.config.lease_s if lease_s is None else lease_s,
+            lease_s=self._lease(lease_s),
             consumers=consumers,
             check=self.config.integrity,
         )
@@ -349,19 +415,18 @@ class Client:
         """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes
         complete.
         """
-        limit = self.config.timeout_s if timeout is None else timeout
+        limit = self._timeout(timeout)
         return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
 
     def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
         """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""
-        limit = self.config.timeout_s if timeout is None else timeout
-        return Adoption(self, _request_id(request_id), wait_s=limit if wait_s is None else wait_s, timeout=limit)
+        limit = self._timeout(timeout)
+        wait = limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0)
+        return Adoption(self, _request_id(request_id), wait_s=wait, timeout=limit)
 
     # -- settling ---------------------------------------------------------------------------------------------
 
-    def release_when_quiet(
-        self, span: SpanHandle, quiet: Sequence[asyncio.Future[Event]]
-    ) -> asyncio.Future[list[Event]]:
+    def release_when_quiet(self, span: SpanHandle, quiet: Sequence[asyncio.Future[Any]]) -> asyncio.Future[list[Any]]:
         """End a quarantine when the engine says that no peer can move a byte (never because time passed).
 
         The future resolves after the blocks are free again.
@@ -372,20 +437,37 @@ class Client:
 
     def release_when_settled(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
         """End a quarantine when all transfers are settled."""
-        self._tasks.spawn(self._release_later(span, tuple(transfers)), "settle")
+        left = sum(not transfer.settled for transfer in transfers)
+        if not left:
+            self.ledger.release(span)
 
-    async def _release_later(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
-        await gather_settled(transfers)
-        self.ledger.release(span)
+        def one_settled(_: Transfer) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.ledger.release(span)
+
+        for transfer in transfers:
+            if not transfer.settled:
+                transfer.on_settled(one_settled)
 
     @property
     def _boxes(self) -> Mailboxes:
+        self._require_here()
         if self._mailboxes is None:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
         return self._mailboxes
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.config.timeout_s if timeout is None else timeout)
+
+    def _timeout(self, timeout: float | None) -> float:
+        return self.config.timeout_s if timeout is None else seconds(timeout, "timeout")
+
+    def _lease(self, lease_s: float | None) -> float:
+        if lease_s is None:
+            return self.config.lease_s
+        return seconds(lease_s, "lease_s", limit_s=self.config.lease_s_max)
 
 
 def _request_id(value: object) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +25,28 @@ from kvxfer.errors import (
     BusyError,
     ClosedError,
     KvxferError,
+    PeerLost,
     Revoked,
     StaleDescriptor,
     TransferCancelled,
     TransportError,
+    UnknownRegion,
     UnknownTransfer,
+    UsageError,
 )
-from kvxfer.native.engine import Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
+from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
 from kvxfer.native.status import error_for
 from kvxfer.reach import Choice, Import, Reach
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
+if TYPE_CHECKING:
+    from kvxfer.region import Region
+
 Segments = npt.NDArray[np.uint64]
 WILDCARDS = ("0.0.0.0", "::")
+DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
+RESOLVES_MAX = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +107,10 @@ class DataPlane:
         self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
         self._by_region: dict[int, set[Transfer]] = {}
         self._grant_watchers: dict[int, Callable[[Event], None]] = {}
+        self._regions: dict[int, set[Region]] = {}
+        self._leaving: set[Region] = set()
         self._next_op = 0
+        self._closing = False
         self._closed = False
         self.unexpected_notifications = 0
         engine.attach(asyncio.get_running_loop(), self._on_event)
@@ -115,23 +127,44 @@ class DataPlane:
     ) -> RemoteDescriptor:
         """Make a grant and describe it for peers."""
         grant = self.engine.grant(region.id, offset, length, access)
-        return RemoteDescriptor(
-            node_id=self.node_id,
-            incarnation=self.incarnation,
-            engine_id=self.engine_id,
-            region=region.id,
-            grant=grant.id,
-            generation=grant.generation,
-            length=grant.length,
-            access=grant.access,
-            key=grant.key,
-            expires_in_s=expires_in_s,
-            endpoints=self._endpoints,
-        )
+        try:
+            return RemoteDescriptor(
+                node_id=self.node_id,
+                incarnation=self.incarnation,
+                engine_id=self.engine_id,
+                region=region.id,
+                grant=grant.id,
+                generation=grant.generation,
+                length=grant.length,
+                access=grant.access,
+                key=grant.key,
+                expires_in_s=expires_in_s,
+                endpoints=self._endpoints,
+            )
+        except BaseException:
+            self.engine.revoke(grant.id)
+            raise
+
+    def identify(self, *, node_id: str, incarnation: str, advertise: Sequence[str]) -> None:
+        """The node's daemon has another identity now: descriptors made from now on carry it."""
+        self.node_id, self.incarnation = node_id, incarnation
+        self._endpoints = _advertised(self.engine.transports, advertise)
+
+    def hold(self, region: Region) -> None:
+        """A region exists; it is kept until its release is quiet."""
+        self._regions.setdefault(region.id, set()).add(region)
+
+    def twins(self, region: Region) -> bool:
+        """Whether the same memory is also registered as another region object."""
+        return len(self._regions.get(region.id, ())) > 1
 
     def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
         """Call back for notifications through this grant, and when its last peer vanishes."""
         self._grant_watchers[grant] = callback
+
+    def watched(self, grant: int) -> bool:
+        """Somebody is called back for this grant."""
+        return grant in self._grant_watchers
 
     def unwatch(self, grant: int) -> None:
         """Stop calling back."""
@@ -139,17 +172,23 @@ class DataPlane:
 
     async def revoke(self, grant: int) -> None:
         """Refuse a grant from now on; returns when no peer can move a byte through it."""
-        self.unwatch(grant)
-        await asyncio.shield(self.engine.revoke(grant))
+        await asyncio.shield(self.revoke_in_background(grant))
 
     def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
         """The same without waiting: the future resolves when it is quiet."""
         self.unwatch(grant)
         return self.engine.revoke(grant)
 
-    async def release(self, region: int) -> None:
-        """Forget a region; returns when no peer can reach it."""
-        await asyncio.shield(self.engine.release(region))
+    def release(self, region: Region) -> asyncio.Future[Event]:
+        """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""
+        quiet = self.engine.release(region.id)
+        known = self._regions[region.id]
+        known.discard(region)
+        if not known:
+            del self._regions[region.id]
+        self._leaving.add(region)
+        quiet.add_done_callback(lambda _: self._leaving.discard(region))
+        return quiet
 
     def region_transfers(self, region: int) -> list[int]:
         """Numbers of the transfers of this process that use a region."""
@@ -166,7 +205,7 @@ class DataPlane:
         """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
         outcome.
         """
-        if self._closed:
+        if self._closing:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
@@ -187,10 +226,9 @@ class DataPlane:
         return (await self._reach.resolve(descriptor)).route.info
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
-        """Let go of an import that will not be used again."""
-        found = self._reach.ready(descriptor)
-        if found is not None and not found.users:
-            self._reach.drop(found)
+        """Let go of an import that will not be used again, once nothing runs over it."""
+        if not self._closed:
+            self._reach.forget(descriptor)
 
     def cancel_token(self, token: int) -> None:
         """See `transfer.Canceller`."""
@@ -203,15 +241,20 @@ class DataPlane:
             task.cancel()
         mine = [work for work in (*self._in_line.values(), *self._full) if work.transfer is transfer]
         for work in mine:
+            # One that left may have made room for the next, which has then ended already.
             if work in self._full:
                 self._full.remove(work)
+            elif work.permit is None or work.permit not in self._in_line:
+                continue
             self._leave(work)
             transfer.part_ended(None, 0, transfer.cancelling)
 
     def drain(self) -> None:
         """Take what is in the completion ring now."""
         if not self._closed:
-            self.engine.drain()
+            for _ in range(DRAINS_MAX):
+                if self.engine.drain() < DRAIN_MAX:
+                    return
 
     def _resolve_first(self, transfer: Transfer, part: Part) -> None:
         task = self._tasks.spawn(self._resolve_and_submit(transfer, part), f"resolve grant {part.descriptor.grant}")
@@ -230,11 +273,19 @@ class DataPlane:
 
     async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
         try:
-            ready = await self._reach.resolve(part.descriptor)
+            ready = await self._resolve(part.descriptor)
         except KvxferError as error:
             transfer.part_ended(None, 0, error)
         else:
             self._admit(Work(transfer, part, ready))
+
+    async def _resolve(self, descriptor: RemoteDescriptor) -> Import:
+        """An import that is live now: it may have gone again before its waiter had its turn."""
+        for _ in range(RESOLVES_MAX):
+            found = await self._reach.resolve(descriptor)
+            if self._reach.is_live(found):
+                return found
+        raise PeerLost("the connection ends as soon as it is made", peer=descriptor.node_id)
 
     def _admit(self, work: Work) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
@@ -278,8 +329,14 @@ class DataPlane:
             ready.users += 1
             self._full.append(work)
             return
-        except KvxferError as error:
+        except UnknownRegion as error:
+            # Either our region is gone, or the import: its connection ended, and the news is still in the ring.
+            self._reach.drop(ready)
             self._end(work, None, 0, error)
+            return
+        except (KvxferError, OverflowError, TypeError) as error:
+            wrong = error if isinstance(error, KvxferError) else UsageError(f"an argument does not fit: {error}")
+            self._end(work, None, 0, wrong)
             return
         if isinstance(result, Event):
             self._finish(work, None, result)
@@ -290,9 +347,14 @@ class DataPlane:
         completion.add_done_callback(partial(self._completed, work, token))
 
     def _completed(self, work: Work, token: int, completion: asyncio.Future[Event]) -> None:
-        work.ready.users -= 1
+        self._unuse(work.ready)
         self._finish(work, token, completion.result())
         self._retry_full()
+
+    def _unuse(self, ready: Import) -> None:
+        ready.users -= 1
+        if ready.unwanted and not self._closed:
+            self._reach.left(ready)
 
     def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part is over: its place in the window goes to whoever is next."""
@@ -303,7 +365,7 @@ class DataPlane:
 
     def _leave(self, work: Work) -> None:
         """A part that waits is given up before it reached the engine."""
-        work.ready.users -= 1
+        self._unuse(work.ready)
         permit, work.permit = work.permit, None
         if permit is None:
             return
@@ -315,16 +377,21 @@ class DataPlane:
             work = self._in_line.pop(permit, None)
             if work is None:
                 continue  # closing has ended the whole line already
-            work.ready.users -= 1
-            self._submit(work)
+            self._resubmit(work)
+
+    def _resubmit(self, work: Work) -> None:
+        """A part that waited goes on; its import may have gone meanwhile."""
+        work.ready.users -= 1
+        self._submit(work)
+        if work.ready.unwanted and not self._closed:
+            self._reach.left(work.ready)
 
     def _retry_full(self) -> None:
         """The engine may have room again: first come, first served."""
         for _ in range(len(self._full)):
             before = len(self._full)
             work = self._full.popleft()
-            work.ready.users -= 1
-            self._submit(work)
+            self._resubmit(work)
             if len(self._full) >= before:
                 self._full.rotate(1)
                 return
@@ -364,23 +431,24 @@ class DataPlane:
 
     # -- looking at a peer's memory in place ------------------------------------------------------------------
 
-    async def map(self, descriptor: RemoteDescriptor) -> memoryview:
-        """The remote memory itself, mapped (no copy); needs a transport of this host that can map."""
-        found = await self._reach.resolve(descriptor)
+    async def map(self, descriptor: RemoteDescriptor) -> tuple[memoryview, Import]:
+        """The remote memory itself, mapped (no copy), and what to `unmap`; needs a transport of this host that can
+        map.
+        """
+        found = await self._resolve(descriptor)
         view = self.engine.mapping(found.handle)
         if view is None:
+            self._reach.forget(descriptor)
             raise TransportError(
                 "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
             )
         found.users += 1  # stays until `unmap`
-        return view
+        return view, found
 
-    def unmap(self, descriptor: RemoteDescriptor) -> None:
+    def unmap(self, found: Import) -> None:
         """End of a `map`: nobody may look at the view any more."""
-        found = self._reach.ready(descriptor)
-        if found is not None:
-            found.users -= 1
-            self._reach.drop(found)
+        found.unwanted = True
+        self._unuse(found)
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -398,7 +466,16 @@ class DataPlane:
         """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
         if self._closed:
             return
-        await self._tasks.aclose()
+        self._closing = True
+        try:
+            await self._tasks.aclose()
+        finally:
+            self._close_engine()
+        await asyncio.sleep(0)  # the completions that closing brought reach their transfers
+
+    def _close_engine(self) -> None:
+        if self._closed:
+            return
         waiting = [*self._in_line.values(), *self._full]
         self._in_line.clear()
         self._full.clear()
@@ -406,7 +483,9 @@ class DataPlane:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
         self.engine.close()
-        await asyncio.sleep(0)  # the completions that closing brought reach their transfers
+        for region in [region for same in self._regions.values() for region in same]:
+            region.plane_closed()
+        self._regions.clear()
 
 
 def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:

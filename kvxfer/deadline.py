@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvxfer.errors import TransferTimeout, UsageError
+from kvxfer.errors import KvxferError, TransferTimeout, UsageError
 
 TIMEOUT_S_MAX = 7 * 24 * 3600.0
+ANSWER_S = 0.25  # what an answer may take that follows a wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,7 @@ class Deadline:
         """The moment ``timeout`` seconds from now. There is no endless wait: the timeout must be finite and
         positive.
         """
-        good = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
-        if not good or not 0 < timeout <= TIMEOUT_S_MAX:
-            raise UsageError("timeout must be a positive number of seconds", value=repr(timeout), limit_s=TIMEOUT_S_MAX)
-        return cls(asyncio.get_running_loop().time() + timeout)
+        return cls(asyncio.get_running_loop().time() + seconds(timeout, "timeout"))
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
@@ -37,3 +36,33 @@ class Deadline:
         if left <= 0:
             raise TransferTimeout(f"the deadline passed before {what}")
         return left
+
+    def wait(self, wait_s: float) -> float:
+        """How long the other side may wait for something, so that its answer still comes before the deadline."""
+        left = self.remaining()
+        return max(0.0, min(wait_s, left - min(ANSWER_S, left / 4)))
+
+    @asynccontextmanager
+    async def bound(self, what: str) -> AsyncIterator[None]:
+        """End the block when the deadline passes, with a `TransferTimeout` naming ``what``."""
+        limit = asyncio.timeout(self.require(what))
+        try:
+            async with limit:
+                yield
+        except TimeoutError as late:
+            if not limit.expired() or isinstance(late, KvxferError):
+                raise
+            raise TransferTimeout(f"the deadline passed before {what}") from None
+
+
+def seconds(value: object, field: str, *, least: float | None = None, limit_s: float = TIMEOUT_S_MAX) -> float:
+    """A finite number of seconds from a caller, more than 0 (or at least ``least``) and at most ``limit_s``."""
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if good:
+        assert isinstance(value, int | float)
+        good = value <= limit_s and (value > 0 if least is None else value >= least)
+    if not good:
+        rule = "a positive number of seconds" if least is None else f"a number of seconds from {least:g} on"
+        raise UsageError(f"{field} must be {rule}", field=field, value=repr(value)[:40], limit_s=limit_s)
+    assert isinstance(value, int | float)
+    return float(value)

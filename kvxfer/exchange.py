@@ -7,22 +7,29 @@ side is validated before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
 
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError
-from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
+from kvxfer.geometry import BlockTable, CacheLayout, check_compatible
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
 
 POSTING_VERSION = 1
 DESCRIPTORS_MAX = 4096
+# What costs more than about this many blocks, segments or bytes of a body (some milliseconds) leaves the loop.
+BLOCKS_INLINE_MAX = 8192
+SEGMENTS_INLINE_MAX = 16384
+BODY_BYTES_INLINE_MAX = 16 << 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +57,106 @@ class Posting:
     @classmethod
     def unpack(cls, body: bytes) -> Posting:
         """Rebuild and validate; anything malformed is a `ProtocolError` or the field's own typed error."""
+        return cls._from_map(unpack_map(body, "posting"))
+
+    @classmethod
+    async def receive(cls, body: bytes) -> Posting:
+        """`unpack` that never holds the loop for long, whatever the body says."""
+        if len(body) > BODY_BYTES_INLINE_MAX:
+            return await asyncio.to_thread(cls.unpack, body)
         raw = unpack_map(body, "posting")
+        if _blocks_named(raw) > BLOCKS_INLINE_MAX:
+            return await asyncio.to_thread(cls._from_map, raw)
+        return cls._from_map(raw)
+
+    def require_inside(self) -> Posting:
+        """The layout lies inside the memory that the descriptors name. Returns itself."""
+        for region, needed in self.layout.region_bytes().items():
+            if region >= len(self.descriptors):
+                raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=region)
+            length = self.descriptors[region].length
+            if length < needed:
+                raise GeometryMismatch("the peer's layout leaves its memory", value=length, needed=needed)
+        return self
+
+    @classmethod
+    def _from_map(cls, raw: dict[str, Any]) -> Posting:
         if raw.get("v") != POSTING_VERSION:
             raise ProtocolError("the peer's posting has another version", value=repr(raw.get("v"))[:20])
         descriptors = raw.get("descriptors")
         if not isinstance(descriptors, list) or not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
             raise ProtocolError("the peer's posting has no list of descriptors", limit=DESCRIPTORS_MAX)
-        try:
+        with from_peer("posting"):
             return cls(
                 layout=CacheLayout.from_dict(raw["layout"]),
                 table=BlockTable.from_dict(raw["table"]),
                 descriptors=tuple(RemoteDescriptor.from_dict(item) for item in descriptors),
                 check=bool(raw.get("check", False)),
-            )
-        except KeyError as missing:
-            raise ProtocolError(f"the peer's posting lacks {missing}") from missing
+            ).require_inside()
 
 
 def complete_plan(source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable) -> Plan:
     """The plan, refused unless it fills every position that the target expects: the rest would be somebody's old
     bytes.
     """
-    made = plan(source, source_table, target, target_table)
-    if not made.complete:
+    check_compatible(source.geometry, target.geometry)
+    if not _covers(source_table, target_table):
         raise GeometryMismatch(
             "the source does not hold every token that the target expects",
             field="tokens",
             source=f"{source_table.first_token}..{source_table.first_token + source_table.tokens}",
             target=f"{target_table.first_token}..{target_table.first_token + target_table.tokens}",
         )
-    return made
+    try:
+        return plan(source, source_table, target, target_table)
+    except UsageError as wrong:
+        # Our own half was checked before anything was claimed.
+        raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
+
+
+@contextmanager
+def from_peer(what: str) -> Iterator[None]:
+    """What does not make sense in here came from the other side: it is not our caller's fault."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ProtocolError(f"the peer's {what} lacks {missing}") from missing
+    except (UsageError, TypeError, OverflowError) as wrong:
+        raise ProtocolError(f"the peer's {what} makes no sense: {wrong}") from wrong
+
+
+def _covers(source: BlockTable, target: BlockTable) -> bool:
+    end = source.first_token + source.tokens
+    return not target.tokens or source.first_token <= target.first_token <= target.first_token + target.tokens <= end
+
+
+async def negotiate(
+    source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable
+) -> Plan:
+    """`complete_plan` that never holds the loop for long."""
+    blocks = len(source_table.blocks) + len(target_table.blocks)
+    pieces = sum(
+        min(source_table.tokens, target_table.tokens) // layout.geometry.block_tokens for layout in (source, target)
+    )
+    return await off_loop(
+        blocks + pieces > BLOCKS_INLINE_MAX, complete_plan, source, source_table, target, target_table
+    )
+
+
+async def off_loop(heavy: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """The result of ``work``, which runs in a thread when it is heavy."""
+    return await asyncio.to_thread(work, *arguments) if heavy else work(*arguments)
+
+
+def _blocks_named(raw: dict[str, Any]) -> int:
+    """Blocks that a table claims to have, before anything is written out; nonsense counts as none and is refused
+    later.
+    """
+    table = raw.get("table")
+    runs = table.get("runs") if isinstance(table, dict) else None
+    if not isinstance(runs, list):
+        return 0
+    return sum(run[2] for run in runs if isinstance(run, list) and len(run) == 3 and isinstance(run[2], int))
 
 
 def unpack_map(body: bytes, what: str) -> dict[str, Any]:
@@ -104,7 +181,17 @@ class LayerPart:
     segments: np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def layer_parts(plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting) -> list[LayerPart]:
+async def prepared_layer(
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+) -> list[LayerPart]:
+    """`layer_parts` that never holds the loop for long."""
+    heavy = plan.fragments(layer) > SEGMENTS_INLINE_MAX
+    return await off_loop(heavy, layer_parts, plan, layer, kind, cache, peer, segments_max)
+
+
+def layer_parts(
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+) -> list[LayerPart]:
     """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's
     grant.
     """
@@ -118,7 +205,10 @@ def layer_parts(plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Post
         if remote >= len(peer.descriptors):
             raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=remote)
         _require_inside(segments, peer.descriptors[remote].length)
-        parts.append(LayerPart(region=cache.regions[local].id, descriptor=remote, segments=segments))
+        region = cache.regions[local].id
+        for first in range(0, len(segments), segments_max):
+            some = segments[first : first + segments_max]
+            parts.append(LayerPart(region=region, descriptor=remote, segments=some))
     return parts
 
 

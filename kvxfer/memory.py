@@ -60,7 +60,9 @@ def _from_array(array: np.ndarray[Any, Any], owner: object) -> BorrowedMemory:
 
 
 def _borrowed(address: int, length: int, read_only: bool, owner: object) -> BorrowedMemory:
-    view = np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B"), dtype=np.uint8)
+    raw = (ctypes.c_uint8 * length).from_address(address)
+    raw.owner = owner  # type: ignore[attr-defined]  # whoever holds the array, or a part of it, holds the memory
+    view = np.frombuffer(memoryview(raw).cast("B"), dtype=np.uint8)
     view.flags.writeable = not read_only
     return BorrowedMemory(address=address, length=length, read_only=read_only, array=view, owner=owner)
 

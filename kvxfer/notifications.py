@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import BusyError, PeerLost, TransferTimeout
+from kvxfer.errors import BusyError, ClosedError, KvxferError, PeerLost, TransferTimeout, UsageError
 from kvxfer.native.engine import Event, EventKind
 
 if TYPE_CHECKING:
-    from kvxfer.dataplane import DataPlane
+    from kvxfer.client import Client
 
 PENDING_MAX = 65536
 
@@ -26,29 +26,44 @@ class Notifications:
     `BusyError`.
     """
 
-    def __init__(self, plane: DataPlane, descriptor: RemoteDescriptor) -> None:
-        self._plane = plane
+    def __init__(self, client: Client, descriptor: RemoteDescriptor) -> None:
+        if not isinstance(descriptor, RemoteDescriptor) or descriptor.engine_id != client.plane.engine_id:
+            raise UsageError("notifications come through a descriptor that this client made", field="descriptor")
+        self._client = client
         self._grant = descriptor.grant
         self._values: deque[int] = deque()
-        self._error: BusyError | PeerLost | None = None
+        self._error: KvxferError | None = None
+        self._watching = False
         self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Notifications:
-        self._plane.watch(self._grant, self._on_event)
+        plane = self._client.plane
+        if plane.watched(self._grant):
+            raise UsageError("somebody listens to this descriptor already", grant=self._grant)
+        plane.watch(self._grant, self._on_event)
+        self._client.enter(self, self._end)
+        self._watching = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._plane.unwatch(self._grant)
+        self._watching = False
+        self._client.leave(self)
+        if not self._client.closed:
+            self._client.plane.unwatch(self._grant)
 
     async def next(self, *, timeout: float) -> int:
         """The next value; `TransferTimeout` when none comes in ``timeout`` seconds."""
         deadline = Deadline.after(timeout)
         while not self._values:
             if self._error is not None:
-                error, self._error = self._error, None
+                error = self._error
+                if not isinstance(error, ClosedError):
+                    self._error = None
                 raise error
+            if not self._watching:
+                raise ClosedError("notifications are taken inside the block only")
             if self._waiter is None or self._waiter.done():
                 self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=deadline.remaining())
@@ -63,5 +78,12 @@ class Notifications:
             self._error = BusyError("notifications were not fetched", limit=PENDING_MAX)
         else:
             self._values.append(event.value)
+        self._wake()
+
+    def _end(self, error: KvxferError) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

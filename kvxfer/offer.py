@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer import tags
 from kvxfer.control import PostingHandle
@@ -22,12 +22,14 @@ from kvxfer.errors import (
     ProtocolError,
     TransferCancelled,
     TransferTimeout,
+    UnknownRegion,
+    UsageError,
     from_code,
 )
 from kvxfer.exchange import Posting
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind
-from kvxfer.region import KVCache
+from kvxfer.region import KVCache, Region
 from kvxfer.spans import SpanHandle
 from kvxfer.wire.messages import PostingEvent
 
@@ -62,7 +64,8 @@ class Landing:
         self._timeout = timeout
         self._check = check
         self._span: SpanHandle | None = None
-        self._grants: list[int] = []
+        self._grants: list[tuple[Region, int]] = []
+        self._entered = False
         self._posting: PostingHandle | None = None
         self._arrived: deque[int] = deque()
         self._seen: set[int] = set()
@@ -70,7 +73,7 @@ class Landing:
         self._error: KvxferError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._quiet: asyncio.Future[list[Event]] | None = None
+        self._quiet: asyncio.Future[list[Any]] | None = None
         self._closed = False
         self.request_id = request_id
         self.committed = False
@@ -78,24 +81,31 @@ class Landing:
     # -- for callers ----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Landing:
-        layout, table = self._cache.layout, self._table
+        if self._entered:
+            raise UsageError("an offer is entered once", hint="make another one")
+        layout, table, plane = self._cache.layout, self._table, self._client.plane
         first = self._cache.regions[layout.placements[0].region]
-        for region in self._cache.regions:
-            region.require()
+        self._cache.require(plane)
+        self._cache.check_table(table)
         self._span = self._client.ledger.acquire(first.id, table.blocks, f"offer {self.request_id}")
+        self._entered = True
         try:
-            descriptors = tuple(region.descriptor("w") for region in self._cache.regions)
-            for descriptor in descriptors:
-                self._grants.append(descriptor.grant)
-                self._client.plane.watch(descriptor.grant, self._on_data)
-            body = Posting(layout=layout, table=table, descriptors=descriptors, check=self._check).pack()
+            self._client.enter(self, self._fail)
+            descriptors = []
+            for region in self._cache.regions:
+                descriptors.append(region.lend("w", self._region_released))
+                self._grants.append((region, descriptors[-1].grant))
+                plane.watch(descriptors[-1].grant, self._on_data)
+            body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
             self._posting = await self._client.control.post(
                 "offer", self.request_id, body, lease_s=self._lease_s, claims_max=1, on_event=self._on_posting
             )
-        except BaseException:
-            self._revoke()
+        except BaseException as error:
+            self._fail(error if isinstance(error, KvxferError) else ClosedError("the offer was not made"))
             raise
-        self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
+        if self._closed:  # it ended while it was being posted; whoever waits for it is told why
+            self._withdraw()
         return self
 
     async def __aexit__(
@@ -103,9 +113,6 @@ class Landing:
     ) -> None:
         self._fail(ClosedError(f"the landing of {self.request_id} was left"))
         self._revoke()
-        if self._posting is not None:
-            reason = "committed" if self.committed else "abandoned"
-            self._client.control.withdraw_in_background(self._posting, reason)
         await self.wait_quiet(self._client.config.cancel_s)
 
     def __aiter__(self) -> Landing:
@@ -147,7 +154,7 @@ class Landing:
             self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
             return
         tag = tags.unpack(event.tag)
-        if self._claim and tag.claim != self._claim:
+        if tag.claim == 0 or (self._claim and tag.claim != self._claim):
             self._client.plane.unexpected_notifications += 1
             return
         self._claim = tag.claim
@@ -156,6 +163,8 @@ class Landing:
             self._arrived.append(tag.layer)
         elif tag.kind == tags.COMMIT:
             self._commit(event.value)
+        elif tag.kind == tags.ABORT:
+            self._fail(cancelled_by_peer("the peer ended the push"))
         else:
             self._client.plane.unexpected_notifications += 1
         self._wake()
@@ -168,18 +177,27 @@ class Landing:
             self._stop_timer()
 
     def _on_posting(self, event: PostingEvent) -> None:
+        if self._closed:
+            return
         # What has already arrived on the data path counts first.
         self._client.plane.drain()
-        if self.committed or self._closed:
+        if self.committed:
             return
-        if event.what == "settled" and event.code != "done":
+        if event.what == "claimed":
+            self._claim = self._claim or event.claim
+        elif event.what == "settled" and event.code == "done":
+            # The commit came before this message, if there was one.
+            self._fail(ProtocolError("the push says that it is done, but it has not committed"))
+        elif event.what == "settled":
             self._fail(from_code(event.code or "cancelled", event.detail or "the peer ended the push", by="peer"))
         elif event.what == "lost":
             self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
         elif event.what == "expired":
             self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
+        elif event.what == "withdrawn":
+            self._fail(from_code(event.code or "cancelled", event.detail or "the daemon withdrew the offer"))
         elif event.what == "orphaned" and not any(
-            self._client.plane.engine.attached(grant) > 0 for grant in self._grants
+            self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
         ):
             self._fail(PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen)))
 
@@ -193,6 +211,9 @@ class Landing:
                     layers_arrived=len(self._seen),
                 )
             )
+
+    def _region_released(self) -> None:
+        self._fail(UnknownRegion(f"the memory of the landing of {self.request_id} was released"))
 
     def _fail(self, error: KvxferError) -> None:
         if self.committed or self._error is not None:
@@ -208,10 +229,17 @@ class Landing:
         if self._span is None:
             return
         span, self._span = self._span, None
-        revokes = [self._client.plane.revoke_in_background(grant) for grant in self._grants]
+        self._client.leave(self)
         self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
+        revokes = [region.take_back(grant) for region, grant in self._grants]
         self._quiet = self._client.release_when_quiet(span, revokes)
+        self._withdraw()
         self._wake()
+
+    def _withdraw(self) -> None:
+        if self._posting is not None:
+            posting, self._posting = self._posting, None
+            self._client.control.withdraw_in_background(posting, "committed" if self.committed else "abandoned")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -100,6 +100,7 @@ class Plan:
         self._pieces = pieces
         self._heads = _common_heads(source.geometry, target.geometry)
         self._kept: dict[tuple[Strides, Strides], Ints] = {}
+        self._counts: dict[tuple[Strides, Strides], int] = {}
         self.first_token = first_token
         self.tokens = tokens
         self.complete = complete
@@ -120,25 +121,29 @@ class Plan:
             return ()
         source, target = self._source.placements[index], self._target.placements[index]
         pair = (self._source.strides(index), self._target.strides(index))
-        if pair not in self._kept:
+        kept = self._kept.get(pair)
+        if kept is None:
+            kept = self._segments(*pair)
             if len(self._kept) >= STRIDE_PAIRS_KEPT_MAX:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[pair] = self._segments(*pair)
-        segments = self._kept[pair] + np.array([source.offset, target.offset, 0], np.int64)
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[pair] = kept
+        segments = kept + np.array([source.offset, target.offset, 0], np.int64)
         return (Batch(source_region=source.region, target_region=target.region, segments=segments.view(np.uint64)),)
+
+    def fragments(self, index: int) -> int:
+        """How many pieces `layer` has to write out before it merges them: what it will cost, without that cost."""
+        if not self.layer_bytes:
+            return 0
+        pair = (self._source.strides(index), self._target.strides(index))
+        if pair not in self._counts:
+            if len(self._counts) >= STRIDE_PAIRS_KEPT_MAX:
+                self._counts.pop(next(iter(self._counts)), None)
+            self._counts[pair] = sum(group.count for group in self._groups(*pair))
+        return self._counts[pair]
 
     def _segments(self, source: Strides, target: Strides) -> Ints:
         """Merged segments relative to the layer's offsets, shape (n, 3)."""
-        ours, theirs = self._source.geometry, self._target.geometry
-        pieces, block_tokens = self._pieces, ours.block_tokens
-        full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
-        parts, blocks, tokens, heads = map(_Axis, (ours.kv_parts, 0, block_tokens, len(self._heads)), source, target)
-        source_head, target_head = (self._heads.start - side.head_start for side in (ours, theirs))
-        bases = pieces.bases(blocks, tokens) + _pair(source_head * heads.source, target_head * heads.target)
-        groups = [
-            _group([parts, heads, tokens], None, pieces.tokens[full], bases[:, full], ours.head_bytes),
-            _group([parts, heads], tokens, pieces.tokens[~full], bases[:, ~full], ours.head_bytes),
-        ]
+        groups = self._groups(source, target)
         count = sum(group.count for group in groups)
         if count > LAYER_SEGMENTS_MAX:
             raise TooLarge(
@@ -147,7 +152,19 @@ class Plan:
                 limit=LAYER_SEGMENTS_MAX,
                 hint="give both sides the same order of axes, or move fewer tokens at a time",
             )
-        return _merge([group.write_out(blocks.target) for group in groups if group.count])
+        return _merge([group.write_out(target[1]) for group in groups if group.count])
+
+    def _groups(self, source: Strides, target: Strides) -> list[_Group]:
+        ours, theirs = self._source.geometry, self._target.geometry
+        pieces, block_tokens = self._pieces, ours.block_tokens
+        full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
+        parts, blocks, tokens, heads = map(_Axis, (ours.kv_parts, 0, block_tokens, len(self._heads)), source, target)
+        source_head, target_head = (self._heads.start - side.head_start for side in (ours, theirs))
+        bases = pieces.bases(blocks, tokens) + _pair(source_head * heads.source, target_head * heads.target)
+        return [
+            _group([parts, heads, tokens], None, pieces.tokens[full], bases[:, full], ours.head_bytes),
+            _group([parts, heads], tokens, pieces.tokens[~full], bases[:, ~full], ours.head_bytes),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Any
 from kvxfer import tags
 from kvxfer.control import ClaimHandle, PostingHandle
 from kvxfer.dataplane import Part
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import Ticket
-from kvxfer.errors import KvxferError, PeerLost, TransferCancelled, TransferError, UsageError, from_code
-from kvxfer.exchange import Posting, complete_plan, layer_parts
+from kvxfer.errors import (
+    KvxferError,
+    PeerError,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    UsageError,
+    from_code,
+)
+from kvxfer.exchange import Posting, negotiate, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan
-from kvxfer.region import KVCache
+from kvxfer.region import KVCache, Region
 from kvxfer.transfer import Transfer, settle_within
 from kvxfer.wire.messages import Claim, PostingEvent
 
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
     from kvxfer.client import Client
 
 LAYERS_IN_FLIGHT_MAX = 8
+LEASE_MARGIN_S = 0.25  # the daemon, whose clock counts, is asked first
 RELEASED, EXPIRED, WITHDRAWN = "released", "expired", "withdrawn"
 
 
@@ -52,19 +61,28 @@ class Publication:
         consumers: int,
         check: bool,
     ) -> None:
-        if consumers < 1:
-            raise UsageError("a ticket needs at least one consumer", field="consumers", value=consumers)
+        good = isinstance(consumers, int) and not isinstance(consumers, bool) and 1 <= consumers <= tags.CLAIM_MAX
+        if not good:
+            raise UsageError(
+                "a ticket needs at least one consumer",
+                field="consumers",
+                value=repr(consumers)[:20],
+                limit=tags.CLAIM_MAX,
+            )
         self._client = client
         self._cache = cache
         self._table = table
         self._lease_s = lease_s
         self._consumers = consumers
         self._check = check
-        self._grants: list[int] = []
+        self._grants: list[tuple[Region, int]] = []
         self._posting: PostingHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._claims: set[int] = set()  # announced by the daemon and not ended without success
+        self._early: set[int] = set()  # released before their announcement came
         self._released_by: set[int] = set()
         self._ended: asyncio.Future[str] | None = None
-        self._quiet: list[asyncio.Future[Event]] = []
+        self._quiet: list[asyncio.Future[Any]] = []
         self.request_id = request_id
         self.outcome = ""
 
@@ -93,15 +111,23 @@ class Publication:
         return self.ticket.to_json()
 
     async def __aenter__(self) -> Publication:
+        if self._ended is not None:
+            raise UsageError("a publication is entered once", hint="make another one")
+        plane = self._client.plane
+        self._cache.require(plane)
+        self._cache.check_table(self._table, may_repeat=True)
         self._ended = asyncio.get_running_loop().create_future()
-        for region in self._cache.regions:
-            region.require()
         try:
-            descriptors = tuple(region.descriptor("r") for region in self._cache.regions)
-            for descriptor in descriptors:
-                self._grants.append(descriptor.grant)
-                self._client.plane.watch(descriptor.grant, self._on_data)
-            posting = Posting(layout=self._cache.layout, table=self._table, descriptors=descriptors, check=self._check)
+            self._client.enter(self, self._client_closed)
+            descriptors = []
+            for region in self._cache.regions:
+                descriptors.append(region.lend("r", self._region_released))
+                self._grants.append((region, descriptors[-1].grant))
+                plane.watch(descriptors[-1].grant, self._on_data)
+            posting = Posting(
+                layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
+            )
+            self._arm(self._lease_s)
             self._posting = await self._client.control.post(
                 "ticket",
                 self.request_id,
@@ -113,6 +139,8 @@ class Publication:
         except BaseException:
             self._end(WITHDRAWN)
             raise
+        if self.outcome:  # it ended while it was being posted
+            self._client.control.withdraw_in_background(self._posting, self.outcome)
         return self
 
     async def __aexit__(
@@ -131,30 +159,66 @@ class Publication:
         """Let the ticket live for another ``lease_s`` seconds from now."""
         if self._posting is None:
             raise UsageError("a publication can be renewed inside its block only")
-        await self._client.control.renew(self._posting, lease_s)
+        await self._client.control.renew(self._posting, seconds(lease_s, "lease_s"))
+        if not self.outcome:
+            self._arm(lease_s)
+
+    def _arm(self, lease_s: float) -> None:
+        """The lease ends here as well: a daemon that has gone cannot say so."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(lease_s + LEASE_MARGIN_S, self._expire)
+
+    def _expire(self) -> None:
+        self._client.plane.drain()
+        self._end(EXPIRED)
 
     async def wait_released(self) -> str:
         """Wait for the end: "released" (every consumer is done), "expired" or "withdrawn"."""
-        assert self._ended is not None
+        if self._ended is None:
+            raise UsageError("a publication is waited for inside its block only")
         return await asyncio.shield(self._ended)
 
     def _on_data(self, event: Event) -> None:
         if event.kind == EventKind.GRANT_LOST:
             return  # a consumer vanished; another may come until the lease ends
         tag = tags.unpack(event.tag)
-        if tag.kind == tags.RELEASE:
+        if tag.kind != tags.RELEASE:
+            self._client.plane.unexpected_notifications += 1
+        elif tag.claim in self._claims or not self._client.control.connected:
             self._release(tag.claim)
+        elif len(self._early) < self._consumers:
+            # A consumer speaks for itself only: a claim that nobody announces counts for nothing.
+            self._early.add(tag.claim)
         else:
             self._client.plane.unexpected_notifications += 1
 
     def _on_posting(self, event: PostingEvent) -> None:
-        if event.what == "settled" and event.code == "done":
+        if event.what == "claimed":
+            self._claims.add(event.claim)
+            if event.claim in self._early:
+                self._early.discard(event.claim)
+                self._release(event.claim)
+        elif event.what == "settled" and event.code == "done":
             self._release(event.claim)
+        elif event.what in ("settled", "lost"):
+            self._client.plane.drain()  # a release that came first counts
+            self._claims.discard(event.claim)
         elif event.what == "expired":
             self._client.plane.drain()
             self._end(EXPIRED)
+        elif event.what == "withdrawn":
+            self._end(WITHDRAWN)
+
+    def _region_released(self) -> None:
+        self._end(WITHDRAWN)
+
+    def _client_closed(self, _: KvxferError) -> None:
+        self._end(WITHDRAWN)
 
     def _release(self, claim: int) -> None:
+        if self.outcome:
+            return
         self._released_by.add(claim)
         if len(self._released_by) >= self._consumers:
             self._end(RELEASED)
@@ -163,7 +227,10 @@ class Publication:
         if self.outcome:
             return
         self.outcome = outcome
-        self._quiet = [self._client.plane.revoke_in_background(grant) for grant in self._grants]
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.leave(self)
+        self._quiet = [region.take_back(grant) for region, grant in self._grants]
         if self._posting is not None:
             self._client.control.withdraw_in_background(self._posting, outcome)
         if self._ended is not None and not self._ended.done():
@@ -209,18 +276,17 @@ class Pull:
     async def run(self) -> Pulled:
         """Claim, plan, read every layer, release the publisher."""
         deadline = Deadline.after(self._timeout)
-        for region in self._cache.regions:
-            region.require()
+        self._cache.require(self._client.plane)
+        self._cache.check_table(self._table)
         first = self._cache.regions[self._cache.layout.placements[0].region]
         span = self._client.ledger.acquire(first.id, self._table.blocks, f"pull {self._ticket.request_id}")
+        self._client.enter(self, self._fail)
         try:
-            done = await self._claim_and_read(deadline)
-        except BaseException:
+            return await self._claim_and_read(deadline)
+        finally:
+            self._client.leave(self)
             self._client.ledger.quarantine(span, f"pull {self._ticket.request_id} is settling")
             self._client.release_when_settled(span, self._running)
-            raise
-        self._client.ledger.release(span)
-        return done
 
     async def _claim_and_read(self, deadline: Deadline) -> Pulled:
         ticket, control = self._ticket, self._client.control
@@ -233,17 +299,17 @@ class Pull:
             secret=ticket.secret,
         )
         claim, body = await control.claim(message, deadline, self._on_claim)
+        peer: Posting | None = None
         try:
-            peer = Posting.unpack(body)
-            mapping = complete_plan(peer.layout, peer.table, self._cache.layout, self._table)
+            peer = await Posting.receive(body)
+            mapping = await negotiate(peer.layout, peer.table, self._cache.layout, self._table)
+            self._raise_if_failed()
             transport = await self._read(mapping, peer, deadline)
             await self._release(peer, claim, deadline)
         except BaseException as error:
-            await self._abort(claim, error)
+            await self._abort(claim, peer, error)
             raise
-        control.settle_in_background(claim, "done", None)
-        for descriptor in peer.descriptors:
-            self._client.plane.forget(descriptor)
+        self._settle(claim, peer, "done", None)
         layers = self._cache.layout.geometry.layers
         return Pulled(
             request_id=ticket.request_id, bytes=self._bytes, tokens=mapping.tokens, layers=layers, transport=transport
@@ -251,13 +317,13 @@ class Pull:
 
     async def _read(self, mapping: Plan, peer: Posting, deadline: Deadline) -> str:
         transport = ""
-        for descriptor in peer.descriptors:
-            transport = (await self._client.plane.prepare(descriptor)).name
+        async with deadline.bound("the publisher's memory was reached"):
+            for descriptor in peer.descriptors:
+                transport = (await self._client.plane.prepare(descriptor)).name
         waiting: list[tuple[int, Transfer]] = []
         for layer in range(self._cache.layout.geometry.layers):
             if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
                 await self._layer_done(*waiting.pop(0))
-            self._raise_if_failed()
             parts = [
                 Part(
                     kind=OpKind.GET,
@@ -266,9 +332,11 @@ class Pull:
                     segments=part.segments,
                     check=peer.check,
                 )
-                for part in layer_parts(mapping, layer, OpKind.GET, self._cache, peer)
-                if len(part.segments)
+                for part in await prepared_layer(
+                    mapping, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max
+                )
             ]
+            self._raise_if_failed()
             if parts:
                 left = deadline.require(f"layer {layer} was read")
                 transfer = self._client.plane.start(parts, timeout=left, peer=self._ticket.request_id)
@@ -297,9 +365,9 @@ class Pull:
         left = deadline.require("the publisher was released")
         try:
             await self._client.plane.start([notice], timeout=left, peer=self._ticket.request_id)
-        except TransferError:
-            # Every byte is here; a publisher that just withdrew needs no release, and the settle message tells the
-            # rest.
+        except (TransferError, PeerError):
+            # Every byte is here; a publisher that just withdrew or went needs no release, and the settle message
+            # tells the rest.
             return
 
     def _on_claim(self, event: PostingEvent) -> None:
@@ -314,14 +382,21 @@ class Pull:
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:
             self._error = error
-            for transfer in self._running:
+            for transfer in tuple(self._running):
                 transfer.request_cancel(error)
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
-    async def _abort(self, claim: ClaimHandle, cause: BaseException) -> None:
+    def _settle(self, claim: ClaimHandle, peer: Posting | None, outcome: str, error: KvxferError | None) -> None:
+        if self._client.closed:
+            return  # the link's end has settled it, and the engine's end has dropped the imports
+        self._client.control.settle_in_background(claim, outcome, error)
+        for descriptor in () if peer is None else peer.descriptors:
+            self._client.plane.forget(descriptor)
+
+    async def _abort(self, claim: ClaimHandle, peer: Posting | None, cause: BaseException) -> None:
         error = (
             cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
         )
@@ -330,7 +405,7 @@ class Pull:
             await settle_within(self._client.config.cancel_s * 2, self._running)
         finally:
             outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
-            self._client.control.settle_in_background(claim, outcome, error)
+            self._settle(claim, peer, outcome, error)
 
 
 def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:

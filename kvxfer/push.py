@@ -6,7 +6,7 @@ Leaving the block commits; an exception aborts: every write is ended first, then
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, TransferCancelled, UsageError, from_code
-from kvxfer.exchange import Posting, complete_plan, layer_bytes, layer_parts, unpack_map
+from kvxfer.exchange import LayerPart, Posting, from_peer, layer_bytes, negotiate, prepared_layer, unpack_map
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
@@ -64,7 +64,9 @@ class Push:
         self._peer: Posting | None = None
         self._plan: Plan | None = None
         self._deadline: Deadline | None = None
-        self._running: deque[Transfer] = deque()
+        self._running: dict[Transfer, None] = {}
+        self._room = asyncio.Semaphore(LAYERS_IN_FLIGHT_MAX)
+        self._entered = False
         self._layers: set[int] = set()
         self._error: KvxferError | None = None
         self.request_id = request_id
@@ -72,13 +74,24 @@ class Push:
         self.transport = ""
 
     async def __aenter__(self) -> Push:
-        self._deadline = Deadline.after(self._timeout)
-        self._claim, self._peer = await self._rendezvous(self._deadline)
+        if self._entered:
+            raise UsageError("a push is entered once", hint="make another one")
+        self._cache.require(self._client.plane)
+        self._cache.check_table(self._table, may_repeat=True)
+        self._entered = True
+        deadline = self._deadline = Deadline.after(self._timeout)
+        self._client.enter(self, self._fail)
         try:
-            self._plan = complete_plan(self._cache.layout, self._table, self._peer.layout, self._peer.table)
-            for descriptor in self._peer.descriptors:
-                info = await self._client.plane.prepare(descriptor)
-                self.transport = info.name
+            body = await self._rendezvous(deadline)
+            self._peer = await self._read(body)
+            plan = await negotiate(self._cache.layout, self._table, self._peer.layout, self._peer.table)
+            self._raise_if_failed()
+            async with deadline.bound("the other side's memory was reached"):
+                for descriptor in self._peer.descriptors:
+                    info = await self._client.plane.prepare(descriptor)
+                    self.transport = info.name
+            self._raise_if_failed()
+            self._plan = plan
         except BaseException as error:
             await self._abort(error)
             raise
@@ -88,12 +101,24 @@ class Push:
         """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in
         flight.
         """
-        self._require(index)
-        while len(self._running) >= LAYERS_IN_FLIGHT_MAX:
-            await self._running[0]
-            self.bytes_done += self._running.popleft().bytes_done
-        self._raise_if_failed()
-        return self._submit(index)
+        plan, peer, deadline = self._require(index)
+        self._layers.add(index)
+        started = False
+        try:
+            parts = await prepared_layer(plan, index, OpKind.PUT, self._cache, peer, self._client.config.segments_max)
+            async with deadline.bound(f"there was room for layer {index}"):
+                await self._room.acquire()
+            try:
+                self._raise_if_failed()
+                transfer = self._submit(index, parts, peer, deadline)
+                started = True
+            finally:
+                if not started:
+                    self._room.release()
+        finally:
+            if not started:
+                self._layers.discard(index)
+        return transfer
 
     async def layers(self) -> None:
         """Write all layers, first to last."""
@@ -114,31 +139,29 @@ class Push:
 
     # -- rendezvous -----------------------------------------------------------------------------------------
 
-    async def _rendezvous(self, deadline: Deadline) -> tuple[ClaimHandle, Posting]:
+    async def _rendezvous(self, deadline: Deadline) -> bytes:
+        """Claim the offer, or a landing of the daemon; what its owner says about it."""
         control = self._client.control
-        if not self._land:
-            wait_s = min(self._wait_s, deadline.remaining())
-            message = Claim(node=self._to, kind="offer", key=self.request_id, wait_s=wait_s)
-            claim, body = await control.claim(message, deadline, self._on_claim)
-            return claim, await self._unpack(claim, body)
-        layout, table, length = landing_layout(self._cache.layout, self._table)
-        wanted = msgpack.packb({"layout": layout.to_dict(), "table": table.to_dict()})
-        request = Land(
-            node=self._to, key=self.request_id, length=length, body=wanted, lease_s=self._client.config.lease_s
-        )
-        claim, body = await control.claim(request, deadline, self._on_claim)
-        raw = unpack_map(body, "landing")
-        descriptor = RemoteDescriptor.from_dict(raw.get("descriptor", {}))
-        return claim, Posting(
-            layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity
-        )
+        request: Claim | Land
+        if self._land:
+            layout, table, length = landing_layout(self._cache.layout, self._table)
+            wanted = msgpack.packb({"layout": layout.to_dict(), "table": table.to_dict()})
+            lease_s = self._client.config.lease_s
+            request = Land(node=self._to, key=self.request_id, length=length, body=wanted, lease_s=lease_s)
+        else:
+            request = Claim(node=self._to, kind="offer", key=self.request_id, wait_s=deadline.wait(self._wait_s))
+        self._claim, body = await control.claim(request, deadline, self._on_claim)
+        return body
 
-    async def _unpack(self, claim: ClaimHandle, body: bytes) -> Posting:
-        try:
-            return Posting.unpack(body)
-        except KvxferError as error:
-            self._client.control.settle_in_background(claim, "failed", error)
-            raise
+    async def _read(self, body: bytes) -> Posting:
+        if not self._land:
+            return await Posting.receive(body)
+        layout, table, _ = landing_layout(self._cache.layout, self._table)
+        with from_peer("landing"):
+            descriptor = RemoteDescriptor.from_dict(unpack_map(body, "landing").get("descriptor", {}))
+        return Posting(
+            layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity
+        ).require_inside()
 
     def _on_claim(self, event: PostingEvent) -> None:
         if event.what == "orphaned":
@@ -151,24 +174,21 @@ class Push:
 
     # -- layers ---------------------------------------------------------------------------------------------
 
-    def _require(self, index: int) -> None:
-        if self._plan is None or self._claim is None:
+    def _require(self, index: int) -> tuple[Plan, Posting, Deadline]:
+        if self._plan is None or self._claim is None or self._peer is None or self._deadline is None:
+            self._raise_if_failed()
             raise ClosedError(f"the push of {self.request_id} is not open")
         layers = self._cache.layout.geometry.layers
-        if not isinstance(index, int) or not 0 <= index < layers:
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < layers:
             raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=layers - 1)
         if index in self._layers:
             raise UsageError("this layer was already pushed", field="layer", value=index)
         self._raise_if_failed()
+        return self._plan, self._peer, self._deadline
 
-    def _submit(self, index: int) -> Transfer:
-        assert self._plan is not None
-        assert self._peer is not None
+    def _submit(self, index: int, parts: Sequence[LayerPart], peer: Posting, deadline: Deadline) -> Transfer:
         assert self._claim is not None
-        assert self._deadline is not None
-        parts = layer_parts(self._plan, index, OpKind.PUT, self._cache, self._peer)
         tag = tags.pack(tags.LAYER, self._claim.claim, index)
-        peer, check = self._peer, self._peer.check
         work = [
             Part(
                 kind=OpKind.PUT,
@@ -177,17 +197,24 @@ class Push:
                 segments=part.segments,
                 # Told behind the bytes when they are all in one submit, else by a submit of its own afterwards.
                 notify=(tag, 0) if len(parts) == 1 else None,
-                check=check and layer_bytes([part]) > 0,
+                check=peer.check and layer_bytes([part]) > 0,
             )
             for part in parts
         ] or [self._bare_notification(tag, 0)]
-        left = self._deadline.require(f"layer {index} was written")
+        left = deadline.require(f"layer {index} was written")
         transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
-        self._layers.add(index)
+        self._running[transfer] = None
+        transfer.on_settled(self._layer_settled)
         if len(parts) > 1:
             transfer.on_settled(lambda done: self._tell_later(done, tag))
-        self._running.append(transfer)
         return transfer
+
+    def _layer_settled(self, done: Transfer) -> None:
+        self._running.pop(done, None)
+        self._room.release()
+        self.bytes_done += done.bytes_done
+        if done.error is not None:
+            self._fail(done.error)
 
     def _bare_notification(self, tag: int, value: int) -> Part:
         assert self._peer is not None
@@ -196,10 +223,22 @@ class Push:
     def _tell_later(self, done: Transfer, tag: int) -> None:
         if done.error is not None or self._error is not None or self._deadline is None:
             return
-        left = self._deadline.remaining()
-        if left > 0:
-            notice = self._client.plane.start([self._bare_notification(tag, 0)], timeout=left, peer=self.request_id)
-            self._running.append(notice)
+        try:
+            self._notify(tag, 0, self._deadline.require("the other side was told"))
+        except KvxferError as error:
+            self._fail(error)
+
+    def _notify(self, tag: int, value: int, timeout: float) -> Transfer:
+        """A notification without bytes, on its way like a layer."""
+        notice = self._client.plane.start([self._bare_notification(tag, value)], timeout=timeout, peer=self.request_id)
+        self._running[notice] = None
+        notice.on_settled(self._notice_settled)
+        return notice
+
+    def _notice_settled(self, done: Transfer) -> None:
+        self._running.pop(done, None)
+        if done.error is not None:
+            self._fail(done.error)
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
@@ -222,21 +261,18 @@ class Push:
             )
         await self._drain_running()
         tag = tags.pack(tags.COMMIT, self._claim.claim, 0)
-        left = self._deadline.require("the push was committed")
-        notice = self._bare_notification(tag, len(self._layers))
-        await self._client.plane.start([notice], timeout=left, peer=self.request_id)
+        await self._notify(tag, len(self._layers), self._deadline.require("the push was committed"))
         self._finish("done", None)
 
     async def _drain_running(self) -> None:
         while self._running:
-            await self._running[0]
-            self.bytes_done += self._running.popleft().bytes_done
+            await next(iter(self._running)).wait_settled()
             self._raise_if_failed()
 
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:
             self._error = error
-            for transfer in self._running:
+            for transfer in tuple(self._running):
                 transfer.request_cancel(error)
 
     async def _abort(self, cause: BaseException) -> None:
@@ -246,14 +282,17 @@ class Push:
         self._fail(error)
         # Told only when nothing of ours moves any more; a peer that is frozen must not hold us here for ever.
         try:
-            await settle_within(self._client.config.cancel_s * 2, self._running)
+            await settle_within(self._client.config.cancel_s * 2, tuple(self._running))
         finally:
             self._finish("cancelled" if isinstance(error, TransferCancelled) else "failed", error)
 
     def _finish(self, outcome: str, error: KvxferError | None) -> None:
+        self._client.leave(self)
         if self._claim is None:
             return
         claim, self._claim = self._claim, None
+        if self._client.closed:
+            return  # the link's end has settled it, and the engine's end has dropped the imports
         self._client.control.settle_in_background(claim, outcome, error)
         if self._peer is not None:
             for descriptor in self._peer.descriptors:

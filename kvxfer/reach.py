@@ -3,6 +3,9 @@
 A descriptor is resolved once. The transports are tried in the order of their rank, each with the owner's candidate
 endpoints, until one both connects and can import the grant; the reasons of those passed over are kept (`choices`).
 Connecting and importing are shared by everybody who waits for the same, and go on when one of them gives up.
+
+An import is known by everything that makes it a capability, the key included: a descriptor that only claims to be of
+the same engine and grant never meets the import of the genuine one.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import ClosedError, PeerError, PeerUnreachable, ProtocolError, TransportError
+from kvxfer.errors import PeerError, PeerLost, PeerUnreachable, ProtocolError, TransportError, UnknownRegion, UsageError
 from kvxfer.native.engine import Engine, TransportInfo
 from kvxfer.native.status import error_for
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import TaskOwner, shared
 
 IMPORTS_IDLE_MAX = 4096
 CHOICES_MAX = 1024
-ImportKey = tuple[str, int, int]
+DOWN_EARLY_MAX = 1024
+ImportKey = tuple[str, int, int, int, int, bytes]
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -35,17 +39,19 @@ class Route:
     endpoint: str
     peer: int
     imports: set[ImportKey] = field(default_factory=set)
+    down: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Import:
-    """A remote grant that is ready for use."""
+    """A remote grant that is ready for use. ``unwanted``: it goes when the last user has gone."""
 
     key: ImportKey
     route: Route
     handle: int
     length: int
     users: int = 0
+    unwanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +77,13 @@ class Reach:
         self._connecting: dict[tuple[str, int, str], asyncio.Task[Route]] = {}
         self._imports: OrderedDict[ImportKey, Import] = OrderedDict()
         self._resolving: dict[ImportKey, asyncio.Task[Import]] = {}
+        self._unwanted: set[ImportKey] = set()  # of those being resolved
+        self._down_early: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
         self.choices: OrderedDict[str, Choice] = OrderedDict()
 
     def ready(self, descriptor: RemoteDescriptor) -> Import | None:
         """The import of a descriptor, if there is one."""
-        return self._imports.get((descriptor.engine_id, descriptor.grant, descriptor.generation))
+        return self._imports.get(_key_of(descriptor))
 
     def is_live(self, found: Import) -> bool:
         """False once it was dropped."""
@@ -83,21 +91,27 @@ class Reach:
 
     async def resolve(self, descriptor: RemoteDescriptor) -> Import:
         """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
-        key = (descriptor.engine_id, descriptor.grant, descriptor.generation)
+        key = _key_of(descriptor)
         ready = self._imports.get(key)
         if ready is not None:
+            ready.unwanted = False
             self._imports.move_to_end(key)
             return ready
+        self._unwanted.discard(key)
         pending = self._resolving.get(key)
         if pending is None:
             pending = self._tasks.run(self._resolve_once(key, descriptor), f"import grant {descriptor.grant}")
             self._resolving[key] = pending
             pending.add_done_callback(lambda done: _forget_task(self._resolving, key, done))
-        return await _shared(pending)
+        return await shared(pending)
 
     async def _resolve_once(self, key: ImportKey, descriptor: RemoteDescriptor) -> Import:
         found = await self._try_transports(key, descriptor)
         self._imports[key] = found
+        if key in self._unwanted:
+            # Whoever still waits for it finds that it is not live, and resolves anew.
+            self._unwanted.discard(key)
+            self.drop(found)
         self._evict_idle()
         return found
 
@@ -109,8 +123,7 @@ class Reach:
                 candidates = ()
             for endpoint in candidates:
                 try:
-                    route = await self._route(descriptor.engine_id, info, endpoint)
-                    found = await self._import(key, route, descriptor)
+                    found = await self._by_route(key, info, endpoint, descriptor)
                 except (PeerError, ProtocolError, TransportError) as error:
                     reasons.append(f"{info.name} {endpoint}: {error.message}")
                     continue
@@ -122,6 +135,19 @@ class Reach:
             it_offers=", ".join(descriptor.endpoints),
             we_have=", ".join(info.name for info in self._transports),
         )
+
+    async def _by_route(
+        self, key: ImportKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+    ) -> Import:
+        """Import over the connection that there is; over a fresh one when that turns out to be dead."""
+        old = self._routes.get((descriptor.engine_id, info.index, endpoint))
+        if old is not None:
+            try:
+                return await self._import(key, old, descriptor)
+            except PeerLost:
+                if not old.down:
+                    self.peer_down(old.peer)
+        return await self._import(key, await self._route(descriptor.engine_id, info, endpoint), descriptor)
 
     def _remember(self, choice: Choice) -> None:
         self.choices[choice.engine_id] = choice
@@ -138,40 +164,70 @@ class Reach:
             pending = self._tasks.run(self._connect_once(key, info), f"connect {info.name} {endpoint}")
             self._connecting[key] = pending
             pending.add_done_callback(lambda done: _forget_task(self._connecting, key, done))
-        return await _shared(pending)
+        return await shared(pending)
 
     async def _connect_once(self, key: tuple[str, int, str], info: TransportInfo) -> Route:
         engine_id, _, endpoint = key
-        peer, completion = self.engine.connect(info.index, endpoint)
+        try:
+            peer, completion = self.engine.connect(info.index, endpoint)
+        except (UsageError, ValueError) as wrong:
+            # What is wrong with it came from the owner of the descriptor, not from our caller.
+            raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
         event = await asyncio.shield(completion)
         if event.status != 0:
             raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
+        if peer in self._down_early:
+            del self._down_early[peer]
+            self.engine.close_peer(peer)
+            raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
         route = Route(engine_id, info, endpoint, peer)
         self._routes[key] = route
         self._routes_by_peer[peer] = route
         return route
 
     async def _import(self, key: ImportKey, route: Route, descriptor: RemoteDescriptor) -> Import:
-        handle, completion = self.engine.import_(
-            route.peer,
-            grant=descriptor.grant,
-            generation=descriptor.generation,
-            length=descriptor.length,
-            access=descriptor.access,
-            key=descriptor.key,
-        )
+        try:
+            handle, completion = self.engine.import_(
+                route.peer,
+                grant=descriptor.grant,
+                generation=descriptor.generation,
+                length=descriptor.length,
+                access=descriptor.access,
+                key=descriptor.key,
+            )
+        except UnknownRegion as gone:
+            raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
         event = await asyncio.shield(completion)
         if event.status != 0:
             self.engine.release_import(handle)
             raise error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
+        if route.down:
+            self.engine.release_import(handle)
+            raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
         route.imports.add(key)
         return Import(key, route, handle, descriptor.length)
 
     def drop(self, found: Import) -> None:
-        """Let go of an import."""
-        self._imports.pop(found.key, None)
-        found.route.imports.discard(found.key)
-        self.engine.release_import(found.handle)
+        """Let go of an import; harmless when that was done."""
+        if self._imports.get(found.key) is found:
+            del self._imports[found.key]
+            found.route.imports.discard(found.key)
+            self.engine.release_import(found.handle)
+
+    def forget(self, descriptor: RemoteDescriptor) -> None:
+        """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
+        key = _key_of(descriptor)
+        found = self._imports.get(key)
+        if found is not None:
+            found.unwanted = True
+            self.left(found)
+        elif key in self._resolving:
+            self._unwanted.add(key)
+
+    def left(self, found: Import) -> None:
+        """Somebody stopped using an import (see ``users``)."""
+        if found.unwanted and not found.users:
+            self.drop(found)
 
     def _evict_idle(self) -> None:
         while len(self._imports) > IMPORTS_IDLE_MAX:
@@ -184,7 +240,11 @@ class Reach:
         """A connection ended: its imports go, the next use connects anew."""
         route = self._routes_by_peer.pop(peer, None)
         if route is None:
+            self._down_early[peer] = None
+            while len(self._down_early) > DOWN_EARLY_MAX:
+                self._down_early.popitem(last=False)
             return
+        route.down = True
         self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
         for key in tuple(route.imports):
             found = self._imports.get(key)
@@ -193,14 +253,15 @@ class Reach:
         self.engine.close_peer(peer)
 
 
-async def _shared(pending: asyncio.Task[T]) -> T:
-    """Wait for a task that others wait for too: giving up here does not end it, its end by closing is an error here."""
-    try:
-        return await asyncio.shield(pending)
-    except asyncio.CancelledError:
-        if pending.cancelled():
-            raise ClosedError("the data plane was closed") from None
-        raise
+def _key_of(descriptor: RemoteDescriptor) -> ImportKey:
+    return (
+        descriptor.engine_id,
+        descriptor.grant,
+        descriptor.generation,
+        descriptor.length,
+        descriptor.access,
+        descriptor.key,
+    )
 
 
 def _forget_task(table: dict[K, asyncio.Task[T]], key: K, done: asyncio.Task[T]) -> None:

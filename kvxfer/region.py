@@ -1,20 +1,24 @@
 """Registered memory as users hold it: `Region`, `Span` (a part of one) and `KVCache` (regions plus what the bytes
 mean).
+
+A region stays known to its plane, and thereby its memory alive, until its release is quiet: whatever the user forgets
+or cancels, no peer ever writes into memory that Python has given to somebody else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.descriptors import ACCESS_BY_NAME, U64_MAX, RemoteDescriptor
+from kvxfer.deadline import seconds
+from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
-from kvxfer.geometry import CacheLayout
+from kvxfer.geometry import BlockTable, CacheLayout
 
 if TYPE_CHECKING:
     from kvxfer.dataplane import DataPlane
@@ -60,8 +64,11 @@ class Region:
         self._info = info
         self._owner: object | None = owner
         self._grants: set[int] = set()
-        self._released = False
+        self._lent: dict[int, Callable[[], None]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._quiet: asyncio.Future[Any] | None = None
         self.array = array
+        plane.hold(self)
 
     @property
     def id(self) -> int:
@@ -97,10 +104,12 @@ class Region:
         check_span(start, stop - start, self.length, f"region {self.id}")
         return Span(self, start, stop - start)
 
-    def require(self) -> None:
-        """Raise `UnknownRegion` when it was released."""
-        if self._released:
+    def require(self, plane: DataPlane | None = None) -> None:
+        """Raise `UnknownRegion` when it was released, or does not belong to this plane."""
+        if self._quiet is not None:
             raise UnknownRegion(f"region {self.id} was released", region=self.id)
+        if plane is not None and plane is not self._plane:
+            raise UnknownRegion(f"region {self.id} belongs to another client", region=self.id)
 
     def descriptor(
         self, access: str = "rw", *, offset: int = 0, length: int | None = None, expires_in_s: float | None = None
@@ -114,32 +123,64 @@ class Region:
         rights = ACCESS_BY_NAME.get(access)
         if rights is None:
             raise UsageError("access must be r, w or rw", field="access", value=repr(access)[:20])
-        size = self.length - offset if length is None else length
-        check_span(offset, size, self.length, f"region {self.id}")
-        made = self._plane.export(self._info, offset, size, rights, expires_in_s)
+        if length is None:
+            check_span(offset, 1, self.length, f"region {self.id}")
+            length = self.length - offset
+        check_span(offset, length, self.length, f"region {self.id}")
+        if expires_in_s is not None:
+            expires_in_s = seconds(expires_in_s, "expires_in_s", limit_s=SECONDS_MAX)
+        made = self._plane.export(self._info, offset, length, rights, expires_in_s)
         self._grants.add(made.grant)
         if expires_in_s is not None:
-            asyncio.get_running_loop().call_later(expires_in_s, self._expire, made.grant)
+            loop = asyncio.get_running_loop()
+            self._timers[made.grant] = loop.call_later(expires_in_s, self.take_back, made.grant)
         return made
+
+    def lend(self, access: str, on_released: Callable[[], None]) -> RemoteDescriptor:
+        """A descriptor of all of it for a whole flow, which is called when the region is released under it."""
+        made = self.descriptor(access)
+        self._lent[made.grant] = on_released
+        return made
+
+    def take_back(self, grant: int) -> asyncio.Future[Any]:
+        """End a descriptor without waiting; the future resolves when no peer can move a byte through it."""
+        self._forget(grant)
+        self._plane.unwatch(grant)
+        if self._quiet is not None:
+            return self._quiet  # the release took it back
+        return self._plane.revoke_in_background(grant)
+
+    def _forget(self, grant: int) -> None:
+        self._grants.discard(grant)
+        self._lent.pop(grant, None)
+        timer = self._timers.pop(grant, None)
+        if timer is not None:
+            timer.cancel()
 
     async def revoke(self, descriptor: RemoteDescriptor) -> None:
         """Take one descriptor back; returns when no peer can move a byte through it any more."""
         if descriptor.grant not in self._grants:
             raise UnknownRegion("this descriptor is not (or no longer) one of this region", grant=descriptor.grant)
-        self._grants.discard(descriptor.grant)
-        await self._plane.revoke(descriptor.grant)
-
-    def _expire(self, grant: int) -> None:
-        if grant in self._grants and not self._released:
-            self._grants.discard(grant)
-            self._plane.revoke_in_background(grant)
+        await asyncio.shield(self.take_back(descriptor.grant))
 
     async def release(self, *, drain: bool = False) -> None:
         """Forget the memory: refuse new access at once, return when no peer can reach it.
 
-        Raises `RegionBusy` while transfers of this process use it, or with ``drain=True`` waits for them.
+        Raises `RegionBusy` while transfers of this process use it, or with ``drain=True`` waits for them. Offers,
+        publications and shares of it end. Cancelled, the release goes on; calling it again waits for it. Memory that
+        was registered twice stays registered for the other region, whose descriptors stay valid.
         """
-        self.require()
+        if self._quiet is None or self._quiet.done():
+            self.require()
+            await self._before_release(drain)
+            if self._quiet is None:
+                self._begin_release()
+        assert self._quiet is not None
+        await asyncio.shield(self._quiet)
+
+    async def _before_release(self, drain: bool) -> None:
+        if self._plane.twins(self):
+            return
         if drain:
             await self._plane.drain_region(self.id)
         elif self._plane.region_transfers(self.id):
@@ -149,13 +190,31 @@ class Region:
                 transfers=" ".join(str(op) for op in self._plane.region_transfers(self.id)[:16]),
                 hint="await or cancel them, or release(drain=True)",
             )
-        await self._plane.release(self.id)
-        self._released = True
-        self._grants.clear()
+
+    def _begin_release(self) -> None:
+        waiting: list[asyncio.Future[Any]] = []
+        if self._plane.twins(self):
+            # The memory stays registered, so its descriptors do not end by themselves.
+            waiting += [self._plane.revoke_in_background(grant) for grant in self._grants]
+        waiting.append(self._plane.release(self))
+        lent = tuple(self._lent.values())
+        self._quiet = asyncio.gather(*waiting)
+        self._quiet.add_done_callback(self._released)
+        for grant in tuple(self._grants):
+            self._forget(grant)
+        for tell in lent:
+            tell()
+
+    def _released(self, _: object) -> None:
         self._owner = None
 
+    def plane_closed(self) -> None:
+        """The engine is gone, and with it whatever could reach the memory."""
+        for grant in tuple(self._grants):
+            self._forget(grant)
+
     def __repr__(self) -> str:
-        return f"<Region {self.id} {self.length} bytes{' released' if self._released else ''}>"
+        return f"<Region {self.id} {self.length} bytes{'' if self._quiet is None else ' released'}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +226,8 @@ class KVCache:
 
     def __init__(self, layout: CacheLayout, regions: Region | Sequence[Region]) -> None:
         found: tuple[Any, ...] = (regions,) if isinstance(regions, Region) else tuple(regions)
+        if not isinstance(layout, CacheLayout) or not all(isinstance(region, Region) for region in found):
+            raise UsageError("a KVCache is a CacheLayout and one or more Regions", field="regions")
         highest = max(placement.region for placement in layout.placements)
         if highest >= len(found):
             raise GeometryMismatch(
@@ -182,3 +243,23 @@ class KVCache:
                 )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)
+
+    def require(self, plane: DataPlane) -> None:
+        """Every region is live and belongs to this plane."""
+        for region in self.regions:
+            region.require(plane)
+
+    def check_table(self, table: BlockTable, *, may_repeat: bool = False) -> None:
+        """The table names blocks that this cache has, and no more tokens than they hold."""
+        if not isinstance(table, BlockTable):
+            raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
+        limit = len(table.blocks) * self.layout.geometry.block_tokens
+        if table.tokens > limit:
+            raise OutOfRange("the table names more tokens than its blocks hold", value=table.tokens, limit=limit)
+        if len(table.blocks) and int(table.blocks.max()) >= self.layout.blocks:
+            highest = int(table.blocks.max())
+            raise OutOfRange(
+                "the table names a block that the cache does not have", value=highest, limit=self.layout.blocks - 1
+            )
+        if not may_repeat and len(np.unique(table.blocks)) != len(table.blocks):
+            raise UsageError("the table names a block twice", field="table.blocks")

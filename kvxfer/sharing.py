@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgpack
 
 from kvxfer.control import PostingHandle
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import UsageError
-from kvxfer.exchange import unpack_map
+from kvxfer.exchange import from_peer, unpack_map
 from kvxfer.wire.messages import Claim, PostingEvent
 
 if TYPE_CHECKING:
@@ -24,24 +25,48 @@ NAME_CHARS_MAX = 256
 class Share:
     """A region under a name; ends with `withdraw`, with its ``async with`` block, with its lease or with the client."""
 
-    def __init__(self, client: Client, region: Region, handle: PostingHandle, descriptor: RemoteDescriptor) -> None:
+    def __init__(self, client: Client, region: Region, access: str) -> None:
         self._client = client
         self._region = region
-        self._handle: PostingHandle | None = handle
-        self.descriptor = descriptor
+        self._handle: PostingHandle | None = None
+        self.ended = ""
+        self.descriptor = region.lend(access, self._region_released)
+
+    async def _post(self, name: str, lease_s: float) -> None:
+        body: bytes = msgpack.packb(self.descriptor.to_dict())
+        try:
+            self._handle = await self._client.control.post(
+                "region", name, body, lease_s=lease_s, claims_max=0, on_event=self._on_event
+            )
+        except BaseException:
+            if not self._client.closed:
+                self._region.take_back(self.descriptor.grant)
+            raise
 
     async def withdraw(self) -> None:
         """Remove the name and take the descriptor back; returns when no peer can reach the memory through it."""
         handle, self._handle = self._handle, None
         if handle is not None:
+            if self._client.closed:
+                return
             self._client.control.withdraw_in_background(handle, "withdrawn")
-            await self._region.revoke(self.descriptor)
+            await asyncio.shield(self._region.take_back(self.descriptor.grant))
+
+    def _region_released(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._client.control.withdraw_in_background(handle, "its memory was released")
+
+    def _on_event(self, event: PostingEvent) -> None:
+        """Claims need no answer: the engine enforces what the descriptor allows."""
+        if event.what in ("expired", "withdrawn"):
+            self.ended = event.what
 
     async def renew(self, lease_s: float) -> None:
         """Keep the name for another ``lease_s`` seconds."""
         if self._handle is None:
             raise UsageError("this share was withdrawn")
-        await self._client.control.renew(self._handle, lease_s)
+        await self._client.control.renew(self._handle, seconds(lease_s, "lease_s"))
 
     async def __aenter__(self) -> Share:
         return self
@@ -55,14 +80,10 @@ class Share:
 async def share_region(client: Client, region: Region, name: str, access: str, lease_s: float) -> Share:
     """See `Client.share`."""
     _check_name(name)
-    descriptor = region.descriptor(access)
-    body: bytes = msgpack.packb(descriptor.to_dict())
-    try:
-        handle = await client.control.post("region", name, body, lease_s=lease_s, claims_max=0, on_event=_ignore_claims)
-    except BaseException:
-        client.plane.revoke_in_background(descriptor.grant)
-        raise
-    return Share(client, region, handle, descriptor)
+    region.require(client.plane)
+    share = Share(client, region, access)
+    await share._post(name, lease_s)
+    return share
 
 
 async def lookup_descriptor(
@@ -70,11 +91,12 @@ async def lookup_descriptor(
 ) -> RemoteDescriptor:
     """See `Client.lookup`."""
     _check_name(name)
-    message = Claim(node=node, kind="region", key=name, wait_s=min(wait_s, deadline.remaining()))
+    message = Claim(node=node, kind="region", key=name, wait_s=deadline.wait(wait_s))
     claim, body = await client.control.claim(message, deadline, _ignore_claims)
     # The descriptor stays valid until its owner takes it back; the claim itself is of no further use.
     client.control.settle_in_background(claim, "done", None)
-    return RemoteDescriptor.from_dict(unpack_map(body, "descriptor"))
+    with from_peer("descriptor"):
+        return RemoteDescriptor.from_dict(unpack_map(body, "descriptor"))
 
 
 def _ignore_claims(_: PostingEvent) -> None:

@@ -60,3 +60,17 @@ class TaskOwner:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
+
+
+async def shared(work: asyncio.Task[T]) -> T:
+    """Wait for a task that goes on when its waiter is cancelled; that its owner closed is an error of the waiter here.
+
+    Without this a waiter would see a cancellation that nobody asked of it.
+    """
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if work.cancelled() and (current is None or not current.cancelling()):
+            raise ClosedError(f"closed while it waited ({work.get_name()})") from None
+        raise

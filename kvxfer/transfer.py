@@ -167,9 +167,13 @@ class Transfer:
         self.request_cancel(error)
 
     def _deadline_fired(self, timeout: float) -> None:
-        self._timer = None
-        # Completions that are already in the ring arrived in time even if the loop was late to look.
+        # Completions that are already in the ring arrived in time even if the loop was late to look. They reach their
+        # parts by callbacks of the loop, so the verdict comes behind those.
         self._canceller.drain()
+        self._timer = None
+        asyncio.get_running_loop().call_soon(self._give_up, timeout)
+
+    def _give_up(self, timeout: float) -> None:
         if self.state == RUNNING:
             self._fail(
                 TransferTimeout(
@@ -196,7 +200,11 @@ class Transfer:
             self._settled.set_result(None)
         callbacks, self._on_settled = self._on_settled, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as error:  # the others still have to hear of it
+                context = {"message": "a callback of a settled transfer failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
 
     def _outcome_future(self) -> asyncio.Future[None]:
         if self._outcome is None:
