@@ -227,7 +227,8 @@ class Control:
             link = await self.link(deadline)
             await self._post_on(link, handle, deadline.require("the daemon answered"))
         except BaseException:
-            handle.withdrawn = True  # a reply that is still on its way is withdrawn when it comes
+            # Posted just now: withdrawn now. A reply that is still on its way is withdrawn when it comes.
+            self.withdraw_in_background(handle, "cancelled")
             raise
         return handle
 
