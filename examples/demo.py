@@ -36,6 +36,7 @@ from kvxfer.testing.worker import Remote, WorkerFailed  # noqa: E402
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TABLE_SEEDS = {"prefill": 11, "decode": 22}  # which blocks of its pool hold the request, on each side
 STDERR_LINES = 20
+PLACE_CHARS_MAX = 48  # of the temporary directory: the path of a Unix socket must be short
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,13 @@ async def transfer(
 
 
 async def both(*sides: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two sides at the same time. When one fails, the other is told by kvxfer, and both are heard."""
-    answers = await asyncio.gather(*sides, return_exceptions=True)
-    failures = [answer for answer in answers if isinstance(answer, BaseException)]
-    if failures:
-        raise Failed("\n".join(str(failure) for failure in failures)) from failures[0]
-    first, second = answers
-    return first, second  # type: ignore[return-value]
+    """Two sides at the same time; when one fails, the other is not waited for."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            first, second = (group.create_task(side) for side in sides)
+    except ExceptionGroup as failed:
+        raise Failed("\n".join(str(failure) for failure in failed.exceptions)) from failed
+    return first.result(), second.result()
 
 
 # -- processes --------------------------------------------------------------------------------------------
@@ -154,7 +155,9 @@ async def cluster(args: argparse.Namespace, progress: Progress) -> AsyncIterator
     """Two daemons with a worker each. All four, and their directory, are gone when the block is left."""
     processes: list[Process] = []
     async with AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-demo-")))
+        place = tempfile.gettempdir()
+        place = place if len(place) <= PLACE_CHARS_MAX else "/tmp"
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-demo-", dir=place)))
         stack.callback(progress.end)
         try:
             progress.step("starting daemons A and B")
@@ -188,10 +191,12 @@ def worker(role: str, socket: str, args: argparse.Namespace) -> Any:
 
 
 def last_words(processes: Sequence[Process]) -> str:
-    """What each process wrote to its stderr before the demonstration failed."""
+    """What each process wrote to its stderr before the demonstration failed, and how it ended if it did."""
     text = ""
     for process in processes:
         lines = list(process.stderr)[-STDERR_LINES:]
+        if process.returncode is not None:
+            lines.append(f"(ended with status {process.returncode})")
         text += "".join(f"\n  {process.name} | {line}" for line in lines)
     return text
 
