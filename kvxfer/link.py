@@ -39,6 +39,7 @@ from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
 
 FLUSH_S = 1.0  # a closing link may take this long to send what is queued
+MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
 OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
 
 log = logging.getLogger("kvxfer.link")
@@ -98,6 +99,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
+        self._waits_for_turn = False
         self._requests = Requests(config.requests_max)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
@@ -332,21 +334,45 @@ class Link(asyncio.Protocol):
             self.name = format_address(str(name[0]), int(name[1])) if name else "unknown"
 
     def data_received(self, data: bytes) -> None:
-        now = self._loop.time()
-        self._session.heard(now)
-        messages = self._decoder.feed(data)
-        while not self.closed.done():
+        self._session.heard(self._loop.time())
+        self._decoder.feed(data)
+        if not self._waits_for_turn:
+            self._take(MESSAGES_PER_TURN)
+
+    def _take(self, messages_max: int) -> bool:
+        """Handle what has been received, so many messages of it; whether there may be more."""
+        messages = self._decoder.feed(b"")
+        for _ in range(messages_max):
+            if self.closed.done():
+                return False
             try:
                 message = next(messages, None)
             except ProtocolError as wrong:
                 self._do(self._session.fail(wrong))
-                return
+                return False
             if message is None:
                 self._arm()
-                return
-            self._do(self._session.receive(message, now))
+                return False
+            self._do(self._session.receive(message, self._loop.time()))
+        if self._transport is not None and not self._waits_for_turn:
+            self._waits_for_turn = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._next_turn)
+        return True
+
+    def _next_turn(self) -> None:
+        if self._transport is None or self.closed.done():
+            return
+        if self._take(MESSAGES_PER_TURN):
+            self._loop.call_soon(self._next_turn)
+        elif not self.closed.done():
+            self._waits_for_turn = False
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._waits_for_turn = True
+        while self._take(MESSAGES_PER_TURN):  # what came before the end counts
+            pass
         if not self.closed.done():
             step = self._session.end(self._decoder.buffered)
             if exc is not None and isinstance(step.event, Closed):

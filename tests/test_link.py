@@ -31,7 +31,7 @@ from kvxfer.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvxfer.link import Link, LinkFacts
+from kvxfer.link import MESSAGES_PER_TURN, Link, LinkFacts
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.faults import error_reply
@@ -111,6 +111,36 @@ async def test_request_and_reply(side: Side) -> None:
     assert link.pending == 0
     assert side.links[0].peer.node_id == "c" * 32
     await link.aclose("done")
+
+
+async def test_talkative_link_leaves_turns_to_the_others_and_loses_nothing(side: Side) -> None:
+    talkative, other = await side.dial(), await side.dial()
+    accepted = side.links[0]
+    count = 10 * MESSAGES_PER_TURN
+    frames = b"".join(encode(m.Mail(rid=number, channel="c", data=b"")) for number in range(1, count + 1))
+    accepted.data_received(frames)
+    assert len(side.inbox.messages) == MESSAGES_PER_TURN
+    assert (await other.request(m.Echo(data=b"x"), timeout=5)).data == b"x"
+    await until(lambda: len(side.inbox.messages) == count)
+    assert [message.rid for message in side.inbox.messages] == list(range(1, count + 1))  # type: ignore[attr-defined]
+    assert (await talkative.request(m.Echo(data=b"y"), timeout=5)).data == b"y"  # it reads again
+
+
+async def test_what_a_link_said_before_its_end_counts(side: Side) -> None:
+    talkative = await side.dial()
+    count = 3 * MESSAGES_PER_TURN + 1
+    for number in range(1, count + 1):
+        talkative.send(m.Mail(rid=number, channel="c", data=bytes(100)))
+    await talkative.aclose("done")
+    await until(lambda: len(side.inbox.messages) == count + 1)  # the last one is the goodbye
+    side.inbox.messages.clear()
+    lost = await side.dial()
+    accepted = side.links[1]
+    accepted.data_received(b"".join(encode(m.Mail(rid=1, channel="c", data=b"")) for _ in range(count)))
+    accepted._transport.abort()  # type: ignore[union-attr]
+    await accepted.wait_closed()
+    assert len(side.inbox.messages) == count
+    await lost.wait_closed()
 
 
 async def test_error_reply_is_the_typed_error(side: Side) -> None:
