@@ -168,7 +168,10 @@ def test_banned_calls() -> None:
 
 
 def test_no_swallowed_errors() -> None:
-    none_wrong([wrong for path in PYTHON for wrong in rules.swallowed_errors(path, TREES[path])])
+    shipped = [
+        path for path in PYTHON if not path.startswith("tests/")
+    ]  # a test may keep what it caught and look at it
+    none_wrong([wrong for path in shipped for wrong in rules.swallowed_errors(path, TREES[path])])
 
 
 def test_no_condition_on_the_name_of_a_transport() -> None:
