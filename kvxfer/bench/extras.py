@@ -22,14 +22,12 @@ from kvxfer.transfer import Transfer
 FIRST_BYTES = 4 * KIB
 TINY_BLOCK_BYTES = 64
 SIZES_FROM = 4 * KIB
-SUBMITS = 3
+SUBMITS = 4
 ROUND_OF_PUTS = 20
 
 
 async def setup(pair: Pair, options: dict[str, Any], memory: npt.NDArray[np.uint8]) -> list[Row]:
-    """A new client in this process: start, make ``memory`` known, connect to the target, move 4 KiB; then the same
-    amount from our pool.
-    """
+    """A new client in this process: start, make ``memory`` known, connect to the target, move 4 KiB."""
     clock = time.perf_counter
     begun = clock()
     async with local(**settings_for(pair.transport.name, options)) as client:
@@ -41,12 +39,18 @@ async def setup(pair: Pair, options: dict[str, Any], memory: npt.NDArray[np.uint
         at.append(clock())
         await client.put(region[0:FIRST_BYTES], descriptor, timeout=TIMEOUT_S)
         at.append(clock())
-        await client.alloc(len(memory))
-        allocated = clock() - at[-1]
     steps = dict(zip(("init_ms", "register_ms", "connect_ms", "first_ms"), np.diff(at) * 1e3, strict=True))
     steps["total_ms"] = (at[-1] - begun) * 1e3
-    steps["alloc_ms"] = allocated * 1e3
     return [single(OURS, pair.transport.name, "setup", name, float(value)) for name, value in steps.items()]
+
+
+async def allocate(pair: Pair) -> list[Row]:
+    """The same amount from our pool: every page is touched once, by us instead of by its first user."""
+    begun = time.perf_counter()
+    region = await pair.client.alloc(pair.sizes.setup_bytes)
+    spent = time.perf_counter() - begun
+    await region.release()
+    return [single(OURS, pair.transport.name, "setup", "alloc_ms", spent * 1e3)]
 
 
 class Heartbeat:
@@ -73,7 +77,10 @@ class Heartbeat:
 
 
 async def submit(pair: Pair, direction: str) -> list[Row]:
-    """Handing over the blocks of W3b: the time inside the call, and the longest the loop was away because of it."""
+    """Handing over the blocks of W3b: the time inside the call, and the longest the loop was away because of it.
+
+    The least of some attempts: what other processes of the machine take from us is not a cost of submitting.
+    """
     layout = Layout(pair.sizes.small_blocks, pair.sizes.small_block_bytes, pair.sizes.region_bytes)
     segments = layout.segments()
     calls, blocks = [], []
@@ -88,8 +95,8 @@ async def submit(pair: Pair, direction: str) -> list[Row]:
         blocks.append(heart.stop())
     name = pair.transport.name
     return [
-        single(OURS, name, "submit", f"{direction}_ms", statistics.median(calls) * 1e3),
-        single(OURS, name, "submit", f"{direction}_block_ms", statistics.median(blocks) * 1e3),
+        single(OURS, name, "submit", f"{direction}_ms", min(calls) * 1e3),
+        single(OURS, name, "submit", f"{direction}_block_ms", min(blocks) * 1e3),
     ]
 
 

@@ -117,9 +117,9 @@ class Pair:
     async def verify(self, side: Side, direction: str, layout: Layout, once: Once, what: str) -> None:
         """Run ``once`` into cleared memory and compare; needs `prepare` before."""
         if direction == "put":
-            await self.target.ask("clear", name=side.name)
+            await self.target.ask("clear", name=side.name, length=layout.reach_bytes)
         else:
-            side.array[:] = 0
+            side.array[: layout.reach_bytes] = 0
         await once()
         shape = [layout.count, layout.block_bytes, layout.pool_bytes, layout.first]
         ours, theirs = await asyncio.gather(

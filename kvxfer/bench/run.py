@@ -33,7 +33,7 @@ from kvxfer.errors import KvxferError, UsageError
 TRANSFERS = ("W1", "W2", "W3", "W3b", "W4", "W6", "W2u", "W3u")
 EXTRAS = ("setup", "submit", "idle", "scale")
 DIRECTIONS = ("put", "get")
-SETUP_ROUNDS = 3
+EXTRA_ROUNDS = 3
 Step = Callable[[], Awaitable[list[Row]]]
 
 
@@ -135,8 +135,9 @@ class Run:
                 for workload in self._transfers:
                     self._progress.step(f"verifying {workload} {direction}, {pair.transport.name}")
                     await verify(pair, workload, direction)
-                for side in pair.sides.values():
-                    await pair.prepare(side, "put")  # nobody sends zeros
+        for pair in self._pairs:
+            for side in pair.sides.values():
+                await pair.prepare(side, "put")  # nobody sends the zeros of the last verification
 
     async def _rounds(self) -> None:
         plan, begun = self._plan, time.monotonic()
@@ -148,7 +149,7 @@ class Run:
                 for what, step in [*ours, *steps] if number % 2 == 0 else [*steps, *ours]:
                     self._progress.step(f"round {number + 1}: {workload}, {what}")
                     self._samples += await step()
-            if number < SETUP_ROUNDS:
+            if number < EXTRA_ROUNDS:
                 await self._extras(once=False)
             self._result.rounds = number + 1
             spent = time.monotonic() - begun
@@ -173,12 +174,12 @@ class Run:
             return steps
         if any(pair.transport.same_host for pair in self._pairs):
             steps.append(("plain copies", lambda: found.copies(workload)))
-        if any(not pair.transport.same_host for pair in self._pairs):
+        if any(not pair.transport.same_host for pair in self._pairs) and not workload.endswith("u"):
             steps.append(("plain sockets", lambda: found.sockets(workload)))
         return steps
 
     async def _extras(self, *, once: bool) -> None:
-        """Set-up and submit belong to the rounds; idling and the scales are measured once."""
+        """Set-up and submit belong to the first rounds; what takes longer is measured once."""
         for pair in self._pairs:
             name, plan = pair.transport.name, self._plan
             if once and "idle" in plan.workloads:
@@ -193,6 +194,8 @@ class Run:
                 self._samples += await extras.submit(pair, "put")
             if not once and "setup" in plan.workloads and self._memory is not None:
                 self._samples += await extras.setup(pair, plan.options, self._memory)
+            if once and "setup" in plan.workloads:
+                self._samples += await extras.allocate(pair)
 
     # -- rivals ---------------------------------------------------------------------------------------------------
 

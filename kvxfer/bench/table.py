@@ -43,9 +43,10 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
     found = []
     for row in rows:
         if row.peer == OURS:
-            same = [
-                one for one in rows if (one.transport, one.workload) == (row.transport, row.workload) and one != row
-            ]
+            there = [one for one in rows if one.transport == row.transport and one != row]
+            same = [one for one in there if one.workload == row.workload]
+            # Whose memory it is makes no difference to a socket: only the pool's reference is measured.
+            same += [one for one in there if one.workload == row.workload.removesuffix("u")]
             rivals = [one for one in same if one.metric == row.metric and not _is_ours_or_reference(one)]
             best = max if better_of(row.metric) == "higher" else min
             best_rival = best(rivals, key=lambda one: one.median) if rivals else None
@@ -59,13 +60,18 @@ def _is_ours_or_reference(row: Row) -> bool:
 
 def _yardstick(row: Row, same: Sequence[Row]) -> Row | None:
     # Over a socket a get is the same work as a put, and only that is measured.
-    for metric in (row.metric, row.metric.replace("get_", "put_", 1)):
-        for prefix in YARDSTICKS:
-            for one in same:
-                exact = prefix == one.peer or (one.peer.startswith(prefix + ", per-socket"))
-                if exact and one.metric == metric:
-                    return one
-    return None
+    metrics = (row.metric, row.metric.replace("get_", "put_", 1))
+
+    def rank(one: Row) -> tuple[bool, int, int]:
+        return one.workload != row.workload, metrics.index(one.metric), _yardstick_rank(one)
+
+    fitting = [one for one in same if one.metric in metrics and _yardstick_rank(one) < len(YARDSTICKS)]
+    return min(fitting, key=rank, default=None)
+
+
+def _yardstick_rank(row: Row) -> int:
+    names = (row.peer, row.peer.partition(", per-socket")[0])
+    return next((index for index, name in enumerate(YARDSTICKS) if name in names), len(YARDSTICKS))
 
 
 def number(value: float) -> str:

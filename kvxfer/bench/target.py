@@ -46,9 +46,9 @@ class Target:
         await asyncio.to_thread(fill, self._arrays[name], seed)
         return {}
 
-    async def clear(self, name: str) -> dict[str, Any]:
-        """Zeros everywhere."""
-        await asyncio.to_thread(self._arrays[name].fill, 0)
+    async def clear(self, name: str, length: int) -> dict[str, Any]:
+        """Zeros in the first ``length`` bytes."""
+        await asyncio.to_thread(self._arrays[name][:length].fill, 0)
         return {}
 
     async def crc(self, name: str, layout: list[int]) -> dict[str, Any]:

@@ -122,15 +122,21 @@ class Layout:
         """Bytes of the whole request."""
         return self.count * self.block_bytes
 
+    @property
+    def reach_bytes(self) -> int:
+        """All of its blocks lie below this offset."""
+        return self.pool_bytes or self.first + self.total_bytes
+
 
 def fill(array: npt.NDArray[np.uint8], seed: int) -> None:
-    """Random bytes (``len(array)`` a multiple of 8), without a second copy of them."""
+    """Random bytes (``len(array)`` a multiple of 8), at memory speed: random pieces, each mixed with its own number."""
     generator = np.random.default_rng(seed)
     words = array.view(np.uint64)
-    step = PIECE_BYTES // 8
+    step = min(PIECE_BYTES // 8, len(words))
+    piece = generator.integers(0, 1 << 64, step, np.uint64)
     for begin in range(0, len(words), step):
         part = words[begin : begin + step]
-        part[:] = generator.integers(0, 1 << 64, len(part), np.uint64)
+        np.bitwise_xor(piece[: len(part)], generator.integers(0, 1 << 64, 1, np.uint64), out=part)
 
 
 def checksum(array: npt.NDArray[np.uint8], layout: Layout, *, remote: bool) -> int:
