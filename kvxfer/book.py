@@ -40,6 +40,7 @@ from kvxfer.postings import (
     WaitingRoom,
     check_posting,
     gone,
+    is_greedy,
     not_served,
     used_up,
 )
@@ -102,7 +103,7 @@ class Book:
         if not party.is_worker:
             raise AccessDenied("only a worker of this node may post here")
         check_posting(kind, key, body, claims_max)
-        self._check_room(len(body))
+        self._check_room(party, len(body))
         if kind in FOUND_BY_KEY and (kind, key) in self._by_key:
             raise UsageError(f"this {kind} is already posted", key=key)
         deadline = self._deadline(now, kind, lease_s)
@@ -118,6 +119,7 @@ class Book:
         )
         self._postings[posting.id] = party.postings[posting.id] = posting
         self.posting_bytes += len(body)
+        party.posting_bytes += len(body)
         if kind in FOUND_BY_KEY:
             self._by_key[kind, key] = posting
             self._ended.renewed(kind, key)
@@ -269,11 +271,12 @@ class Book:
 
     # -- the parts -------------------------------------------------------------------------------------------
 
-    def _check_room(self, size: int) -> None:
-        config = self._config
-        if len(self._postings) >= config.postings_max:
+    def _check_room(self, party: Party, size: int) -> None:
+        config, live = self._config, len(self._postings)
+        if live >= config.postings_max or is_greedy(len(party.postings), live, config.postings_max):
             raise TooManyPending("too many postings on this node", postings_max=config.postings_max)
-        if self.posting_bytes + size > config.posting_bytes_max:
+        greedy = is_greedy(party.posting_bytes, self.posting_bytes, config.posting_bytes_max)
+        if greedy or self.posting_bytes + size > config.posting_bytes_max:
             raise TooManyPending("the postings of this node are full", posting_bytes_max=config.posting_bytes_max)
 
     def _new_id(self) -> str:
@@ -321,7 +324,8 @@ class Book:
         return self._by_key.get((kind, key))
 
     def _match(self, now: float, posting: Posting, party: Party, rid: int, engine_id: str) -> list[Action]:
-        if self.claims >= self._config.claims_max:
+        limit = self._config.claims_max
+        if self.claims >= limit or is_greedy(len(party.claims), self.claims, limit):
             raise TooManyPending("too many live claims on this node", claims_max=self._config.claims_max)
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
@@ -382,6 +386,7 @@ class Book:
         if posting.kind in FOUND_BY_KEY:
             del self._by_key[posting.kind, posting.key]
         self.posting_bytes -= len(posting.body)
+        posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
         self._ended.add(posting, how)
         return actions + self._send_away(("", posting.id), self._gone(posting.id))
@@ -415,6 +420,7 @@ class Book:
         claims = [claim for posting in postings for claim in posting.claims.values()]
         assert len(postings) <= config.postings_max
         assert self.posting_bytes == sum(len(posting.body) for posting in postings) <= config.posting_bytes_max
+        assert self.posting_bytes == sum(party.posting_bytes for party in linked)
         assert self.claims == len(claims) <= config.claims_max
         assert {posting.id for posting in postings} == {name for party in linked for name in party.postings}
         assert {key: self._postings[posting.id] for key, posting in self._by_key.items()} == {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from kvxfer.wire import messages as m
 
 PAGE_BYTES, LARGE_BYTES = 4 << 10, 2 << 20  # sizes are rounded up, so that memory can be used again
 PREWARM_BYTES = 64 << 20  # prewarmed memory comes in pieces of this size
+PIECES_MAX = 1024  # each of them is a descriptor of this process, of which links need some as well
 WASTE_FACTOR = 4  # a kept piece may be this much larger than what it is used for
 
 log = logging.getLogger("kvxfer.landing")
@@ -72,6 +74,8 @@ class LandingPool:
         self._by_key: dict[str, Landing] = {}
         self._by_posting: dict[str, Landing] = {}
         self._kept: list[RegionInfo] = []  # free for the next landing, smallest first
+        self._pieces = 0  # kept ones, those in use, and those that are being allocated
+        self._pieces_max = max(1, min(PIECES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self.used_bytes = 0
         self.kept_bytes = 0
         self.quarantined = 0
@@ -112,9 +116,11 @@ class LandingPool:
             if self.kept_bytes + self.used_bytes + size > self._bytes_max:
                 return
             self.used_bytes += size  # nobody else may take the room meanwhile
+            self._pieces += 1
             try:
                 region = await asyncio.to_thread(self._plane.engine.alloc, size)
             except KvxferError as error:
+                self._pieces -= 1
                 log.warning("cannot prewarm the landing pool: %s", error)
                 return
             finally:
@@ -124,20 +130,22 @@ class LandingPool:
     def _take(self, size: int) -> RegionInfo | None:
         """A kept piece, or None when one may be allocated; makes room for it. Raises `BusyError`."""
         fitting = [region for region in self._kept if region.length >= size]
-        room = self.used_bytes + self.kept_bytes + size <= self._bytes_max
+        room = self.used_bytes + self.kept_bytes + size <= self._bytes_max and self._pieces < self._pieces_max
         if fitting and (fitting[0].length <= size * WASTE_FACTOR or not room):
             self._kept.remove(fitting[0])
             self.kept_bytes -= fitting[0].length
             return fitting[0]
-        if self.used_bytes + size > self._bytes_max:
+        if self.used_bytes + size > self._bytes_max or self._pieces - len(self._kept) >= self._pieces_max:
             self.refused += 1
             raise BusyError(
                 "the landing pool is full", bytes=size, used_bytes=self.used_bytes, landing_bytes_max=self._bytes_max
             )
-        while self._kept and self.used_bytes + self.kept_bytes + size > self._bytes_max:
+        while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:
             region = self._kept.pop(0)
+            self._pieces -= 1
             self.kept_bytes -= region.length
             self._plane.engine.release(region.id)
+        self._pieces += 1
         return None
 
     async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
@@ -145,6 +153,7 @@ class LandingPool:
             landing.region = await asyncio.to_thread(self._plane.engine.alloc, landing.size)
         except KvxferError as error:
             self._forget(landing)
+            self._pieces -= 1
             self.used_bytes -= landing.size
             self._dispatcher.refuse(link, message.rid, error)
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvxfer.actions import Deliver, Link
 from kvxfer.config import CHANNEL_CHARS_MAX, Config
 from kvxfer.errors import BusyError, TooLarge, TooManyPending, UsageError
+from kvxfer.postings import is_greedy
 from kvxfer.timeline import Timeline
 
 MESSAGE_OVERHEAD_BYTES = 64
@@ -19,6 +20,7 @@ MESSAGE_OVERHEAD_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    sender: Link
     data: bytes
     source: str
     size: int
@@ -27,6 +29,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Channel:
+    sender: Link | None = None  # who opened it by a message; None: who listens
     listener: Link | None = None
     held: deque[_Held] = field(default_factory=deque)
     size: int = 0
@@ -39,6 +42,8 @@ class Mailboxes:
         self._config = config
         self._channels: dict[str, _Channel] = {}
         self._by_link: dict[Link, set[str]] = {}
+        self._sent_bytes: dict[Link, int] = {}  # held, by sender; senders that are gone too
+        self._opened: dict[Link, int] = {}
         self._timeline: Timeline[str] = Timeline()
         self.held_messages = 0
         self.held_bytes = 0
@@ -47,7 +52,7 @@ class Mailboxes:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def mail(self, now: float, channel: str, data: bytes, source: str) -> list[Deliver]:
+    def mail(self, now: float, sender: Link, channel: str, data: bytes, source: str) -> list[Deliver]:
         """Deliver a message, or hold it for `mail_ttl_s`.
 
         Raises `TooLarge`, `BusyError` (this mailbox is full), `TooManyPending` (all are), `UsageError` (bad name).
@@ -63,13 +68,18 @@ class Mailboxes:
         count, held = (len(box.held), box.size) if box else (0, 0)
         if count >= config.mailbox_messages_max or held + size > config.mailbox_bytes_max:
             raise BusyError("nobody listens on this channel and its mailbox is full", channel=channel, messages=count)
-        if self.held_bytes + size > config.mailboxes_bytes_max:
-            raise TooManyPending("the mailboxes of this node are full", mailboxes_bytes_max=config.mailboxes_bytes_max)
+        limit = config.mailboxes_bytes_max
+        greedy = is_greedy(self._sent_bytes.get(sender, 0), self.held_bytes, limit)
+        if greedy or self.held_bytes + size > limit:
+            raise TooManyPending("the mailboxes of this node are full", mailboxes_bytes_max=limit)
         if box is None:
-            box = self._open(channel)
+            box = self._open(channel, self._opened.get(sender, 0))
+            box.sender = sender
+            _count(self._opened, sender, 1)
         deadline = now + config.mail_ttl_s
-        box.held.append(_Held(data, source, size, deadline))
+        box.held.append(_Held(sender, data, source, size, deadline))
         box.size += size
+        _count(self._sent_bytes, sender, size)
         self.held_messages += 1
         self.held_bytes += size
         if len(box.held) == 1:
@@ -79,17 +89,18 @@ class Mailboxes:
     def listen(self, link: Link, channel: str) -> list[Deliver]:
         """Make `link` the listener and hand over what was held, oldest first. Listening twice changes nothing."""
         _check_name(channel)
-        box = self._channels.get(channel) or self._open(channel)
+        box = self._channels.get(channel) or self._open(channel, len(self._by_link.get(link, ())))
         if box.listener is not None and box.listener != link:
             raise BusyError("another worker listens on this channel", channel=channel)
         box.listener = link
         self._by_link.setdefault(link, set()).add(channel)
         deliveries = [Deliver(link=link, channel=channel, data=item.data, source=item.source) for item in box.held]
         self._timeline.drop(channel)
-        self.held_messages -= len(box.held)
-        self.held_bytes -= box.size
-        box.held.clear()
-        box.size = 0
+        while box.held:
+            self._forget_oldest(box)
+        if box.sender is not None:
+            _count(self._opened, box.sender, -1)
+            box.sender = None
         return deliveries
 
     def unlisten(self, link: Link, channel: str) -> None:
@@ -113,15 +124,14 @@ class Mailboxes:
         for channel in self._timeline.pop_due(now):
             box = self._channels[channel]
             while box.held and box.held[0].deadline <= now:
-                item = box.held.popleft()
-                box.size -= item.size
-                self.held_messages -= 1
-                self.held_bytes -= item.size
+                self._forget_oldest(box)
                 self.expired_messages += 1
             if box.held:
                 self._timeline.set(channel, box.held[0].deadline)
             else:
                 del self._channels[channel]
+                assert box.sender is not None
+                _count(self._opened, box.sender, -1)
 
     def next_deadline(self) -> float | None:
         return self._timeline.next()
@@ -141,11 +151,31 @@ class Mailboxes:
                 "a channel has a listener or messages, never both or neither"
             )
         assert len(self._timeline) == sum(bool(box.held) for box in boxes)
+        assert sum(self._sent_bytes.values()) == self.held_bytes
+        assert sum(self._opened.values()) == sum(box.sender is not None for box in boxes)
+        assert all((box.sender is None) == (box.listener is not None) for box in boxes)
 
-    def _open(self, channel: str) -> _Channel:
-        if len(self._channels) >= self._config.mailboxes_max:
+    def _forget_oldest(self, box: _Channel) -> None:
+        item = box.held.popleft()
+        box.size -= item.size
+        self.held_messages -= 1
+        self.held_bytes -= item.size
+        _count(self._sent_bytes, item.sender, -item.size)
+
+    def _open(self, channel: str, own: int) -> _Channel:
+        limit = self._config.mailboxes_max
+        if len(self._channels) >= limit or is_greedy(own, len(self._channels), limit):
             raise TooManyPending("too many channels", mailboxes_max=self._config.mailboxes_max)
         return self._channels.setdefault(channel, _Channel())
+
+
+def _count(counts: dict[Link, int], key: Link, change: int) -> None:
+    """Add to a counter; one that is zero is forgotten."""
+    left = counts.get(key, 0) + change
+    if left:
+        counts[key] = left
+    else:
+        counts.pop(key, None)
 
 
 def _check_name(channel: str) -> None:

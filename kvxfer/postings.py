@@ -7,7 +7,7 @@ says what there is.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,8 +30,15 @@ SINGLE_USE = frozenset({"offer", "landing"})
 # Found by their key; a ticket needs posting and secret, and so many may share a key.
 FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
 
+SHARE = 8  # one link may hold so many times what is still free: there is always room for somebody else
+
 ClaimKey = tuple[str, int]
 Line = tuple[str, str]  # what waiters wait for: (kind, key), or ("", posting)
+
+
+def is_greedy(own: int, total: int, limit: int) -> bool:
+    """Whether a link that holds ``own`` of ``total`` already, where ``limit`` is the most, has had its share."""
+    return own > SHARE * (limit - total)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +117,7 @@ class Party:
     name: str
     node_id: str = ""
     incarnation: str = ""
+    posting_bytes: int = 0
     postings: dict[str, Posting] = field(default_factory=dict)
     claims: dict[ClaimKey, Claim] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)
@@ -136,7 +144,7 @@ class WaitingRoom:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiters: dict[int, Waiter] = {}
-        self._lines: dict[Line, deque[int]] = {}
+        self._lines: dict[Line, OrderedDict[int, None]] = {}
         self._last = 0
 
     def __len__(self) -> int:
@@ -147,24 +155,25 @@ class WaitingRoom:
 
     def enter(self, party: Party, rid: int, line: Line, engine_id: str, why: str) -> Waiter:
         """Raises `TooManyPending`."""
-        if len(self._waiters) >= self._limit:
+        waiting = len(self._waiters)
+        if waiting >= self._limit or is_greedy(len(party.waiters), waiting, self._limit):
             raise TooManyPending("too many claims wait on this node", waiting_max=self._limit)
         self._last += 1
         waiter = Waiter(self._last, party, rid, line, engine_id, why)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
-        self._lines.setdefault(line, deque()).append(waiter.number)
+        self._lines.setdefault(line, OrderedDict())[waiter.number] = None
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
         del self._waiters[waiter.number], waiter.party.waiters[waiter.number]
         line = self._lines[waiter.line]
-        line.remove(waiter.number)
+        del line[waiter.number]
         if not line:
             del self._lines[waiter.line]
 
     def oldest(self, lines: Iterable[Line]) -> Waiter | None:
         """Who has waited longest in any of these lines."""
-        heads = [self._lines[line][0] for line in lines if line in self._lines]
+        heads = [next(iter(self._lines[line])) for line in lines if line in self._lines]
         return self._waiters[min(heads)] if heads else None
 
     def line(self, line: Line) -> list[Waiter]:

@@ -26,7 +26,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.mailbox import Mailboxes
-from kvxfer.postings import Party
+from kvxfer.postings import Party, is_greedy
 from kvxfer.routes import Routes
 from kvxfer.tally import Tally
 
@@ -184,7 +184,8 @@ class Registry:
         key = (answer.posting, answer.claim)
         if party is None or not party.is_worker:
             return [*actions, _settle_elsewhere(answer.node_id, key, "failed", PeerLost.code, "the claimant ended")]
-        if len(self._routes) >= self._config.claims_max:
+        limit = self._config.claims_max
+        if len(self._routes) >= limit or is_greedy(len(party.routes), len(self._routes), limit):
             error = TooManyPending("too many live claims from this node", claims_max=self._config.claims_max)
             notice = _settle_elsewhere(answer.node_id, key, "cancelled", error.code, error.message)
             return [*actions, notice, Refused(link=answer.link, rid=answer.rid, error=error)]
@@ -254,7 +255,7 @@ class Registry:
             now,
             link,
             rid,
-            lambda party: [*self._mailboxes.mail(now, channel, data, source), Done(link=party.link, rid=rid)],
+            lambda party: [*self._mailboxes.mail(now, link, channel, data, source), Done(link=party.link, rid=rid)],
         )
 
     def listen(self, now: float, link: Link, rid: int, *, channel: str) -> list[Action]:

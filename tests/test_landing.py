@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from kvxfer import landing as pool_module
 from kvxfer import tags
 from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
@@ -194,6 +195,21 @@ async def test_memory_is_used_again() -> None:
             await pusher.ask(settle(claimed, "cancelled"))
             await free(server)
         assert len(regions) == 1
+
+
+async def test_pieces_are_bounded_and_kept_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PIECES_MAX", 3)
+    async with node() as server, worker(server) as pusher:
+        held = [await pusher.ask(land(f"{number}", 4096)) for number in range(3)]
+        with pytest.raises(BusyError):
+            await pusher.ask(land("one more", 4096))
+        for claimed in held:
+            await pusher.ask(settle(claimed, "cancelled"))
+        await free(server)
+        assert server.landings._pieces == 3
+        await pusher.ask(land("larger", MIB))
+        assert server.landings._pieces == 3
+        assert len(server.landings._kept) == 2
 
 
 async def test_reused_memory_holds_nothing_of_an_earlier_request() -> None:

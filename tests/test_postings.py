@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -274,6 +275,30 @@ def test_waiters_at_the_limit_and_one_more() -> None:
     assert refusal(bench.claim(key="3", wait_s=5)).code == "too_many_pending"
     bench.expire(5.0)
     assert bench.claim(key="3", wait_s=5) == []
+
+
+def test_worker_that_takes_all_it_can_leaves_room_for_others() -> None:
+    bench = Bench(postings_max=90, waiting_max=90, claims_max=90)
+    counts = bench.registry.counts
+
+    def take_all(what: Callable[[int], list[Action]]) -> None:
+        for number in range(100):
+            answers = what(number)
+            if answers and isinstance(answers[0], Refused):
+                assert refusal(answers).code == "too_many_pending"
+                return
+        raise AssertionError("nothing was refused")
+
+    take_all(lambda number: bench.claim(key=f"never {number}", wait_s=5))
+    assert 70 < counts().waiting < 90
+    assert bench.claim("other", key="never", wait_s=5) == []
+    take_all(lambda number: bench.post(kind="region", key=f"posted {number}"))
+    assert 70 < counts().postings < 90
+    bench.posted("other", kind="region", key="modest")
+    take_all(lambda _: bench.claim(kind="region", key="modest"))
+    assert 70 < counts().claims < 90
+    bench.claimed("other", kind="region", key="modest")
+    bench.registry.check()
 
 
 def test_workers_at_the_limit_and_one_more() -> None:
