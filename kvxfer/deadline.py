@@ -43,12 +43,15 @@ class Deadline:
         return max(0.0, min(wait_s, left - min(ANSWER_S, left / 4)))
 
     @asynccontextmanager
-    async def bound(self, what: str) -> AsyncIterator[None]:
-        """End the block when the deadline passes, with a `TransferTimeout` naming ``what``."""
+    async def bound(self, what: str) -> AsyncIterator[asyncio.Timeout]:
+        """End the block when the deadline passes, with a `TransferTimeout` naming ``what``.
+
+        Whoever has better reasons to end it earlier reschedules what it yields.
+        """
         limit = asyncio.timeout(self.require(what))
         try:
             async with limit:
-                yield
+                yield limit
         except TimeoutError as late:
             if not limit.expired() or isinstance(late, KvxferError):
                 raise

@@ -11,17 +11,21 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 import numpy as np
 
+from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
+
+if TYPE_CHECKING:
+    from kvxfer.dataplane import DataPlane
 
 POSTING_VERSION = 1
 DESCRIPTORS_MAX = 4096
@@ -112,6 +116,29 @@ def complete_plan(source: CacheLayout, source_table: BlockTable, target: CacheLa
     except UsageError as wrong:
         # Our own half was checked before anything was claimed.
         raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
+
+
+class Reaching:
+    """Connecting to the other side's memory, ended by the deadline or as soon as the flow has failed."""
+
+    def __init__(self) -> None:
+        self._limit: asyncio.Timeout | None = None
+
+    async def reach(self, plane: DataPlane, descriptors: Sequence[RemoteDescriptor], deadline: Deadline) -> str:
+        """Import all of them; the name of the transport that will carry the bytes."""
+        name = ""
+        try:
+            async with deadline.bound("the other side's memory was reached") as self._limit:
+                for descriptor in descriptors:
+                    name = (await plane.prepare(descriptor)).name
+        finally:
+            self._limit = None
+        return name
+
+    def end(self) -> None:
+        """The flow has failed: nobody needs to wait any longer."""
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 @contextmanager

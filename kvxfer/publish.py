@@ -23,10 +23,11 @@ from kvxfer.errors import (
     PeerLost,
     TransferCancelled,
     TransferError,
+    TransferTimeout,
     UsageError,
     from_code,
 )
-from kvxfer.exchange import Posting, negotiate, prepared_layer
+from kvxfer.exchange import Posting, Reaching, negotiate, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan
@@ -79,7 +80,6 @@ class Publication:
         self._posting: PostingHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._claims: set[int] = set()  # announced by the daemon and not ended without success
-        self._early: set[int] = set()  # released before their announcement came
         self._released_by: set[int] = set()
         self._ended: asyncio.Future[str] | None = None
         self._quiet: list[asyncio.Future[Any]] = []
@@ -187,18 +187,13 @@ class Publication:
             self._client.plane.unexpected_notifications += 1
         elif tag.claim in self._claims or not self._client.control.connected:
             self._release(tag.claim)
-        elif len(self._early) < self._consumers:
-            # A consumer speaks for itself only: a claim that nobody announces counts for nothing.
-            self._early.add(tag.claim)
         else:
+            # A consumer speaks for itself only, not for those to come. One whose announcement is late settles as well.
             self._client.plane.unexpected_notifications += 1
 
     def _on_posting(self, event: PostingEvent) -> None:
         if event.what == "claimed":
             self._claims.add(event.claim)
-            if event.claim in self._early:
-                self._early.discard(event.claim)
-                self._release(event.claim)
         elif event.what == "settled" and event.code == "done":
             self._release(event.claim)
         elif event.what in ("settled", "lost"):
@@ -269,6 +264,7 @@ class Pull:
         self._table = table
         self._timeout = timeout
         self._on_layer = on_layer
+        self._reaching = Reaching()
         self._running: list[Transfer] = []
         self._error: KvxferError | None = None
         self._bytes = 0
@@ -308,6 +304,8 @@ class Pull:
             await self._release(peer, claim, deadline)
         except BaseException as error:
             await self._abort(claim, peer, error)
+            if isinstance(error, TransferTimeout):
+                self._raise_if_failed()  # what ended it, if it was not the deadline
             raise
         self._settle(claim, peer, "done", None)
         layers = self._cache.layout.geometry.layers
@@ -316,10 +314,7 @@ class Pull:
         )
 
     async def _read(self, mapping: Plan, peer: Posting, deadline: Deadline) -> str:
-        transport = ""
-        async with deadline.bound("the publisher's memory was reached"):
-            for descriptor in peer.descriptors:
-                transport = (await self._client.plane.prepare(descriptor)).name
+        transport = await self._reaching.reach(self._client.plane, peer.descriptors, deadline)
         waiting: list[tuple[int, Transfer]] = []
         for layer in range(self._cache.layout.geometry.layers):
             if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
@@ -382,6 +377,7 @@ class Pull:
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:
             self._error = error
+            self._reaching.end()
             for transfer in tuple(self._running):
                 transfer.request_cancel(error)
 

@@ -19,8 +19,17 @@ from kvxfer.control import ClaimHandle
 from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import ClosedError, KvxferError, PeerLost, ProtocolError, TransferCancelled, UsageError, from_code
-from kvxfer.exchange import LayerPart, Posting, from_peer, layer_bytes, negotiate, prepared_layer, unpack_map
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    UsageError,
+    from_code,
+)
+from kvxfer.exchange import LayerPart, Posting, Reaching, from_peer, layer_bytes, negotiate, prepared_layer, unpack_map
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
@@ -66,6 +75,7 @@ class Push:
         self._deadline: Deadline | None = None
         self._running: dict[Transfer, None] = {}
         self._room = asyncio.Semaphore(LAYERS_IN_FLIGHT_MAX)
+        self._reaching = Reaching()
         self._entered = False
         self._layers: set[int] = set()
         self._error: KvxferError | None = None
@@ -86,14 +96,13 @@ class Push:
             self._peer = await self._read(body)
             plan = await negotiate(self._cache.layout, self._table, self._peer.layout, self._peer.table)
             self._raise_if_failed()
-            async with deadline.bound("the other side's memory was reached"):
-                for descriptor in self._peer.descriptors:
-                    info = await self._client.plane.prepare(descriptor)
-                    self.transport = info.name
+            self.transport = await self._reaching.reach(self._client.plane, self._peer.descriptors, deadline)
             self._raise_if_failed()
             self._plan = plan
         except BaseException as error:
             await self._abort(error)
+            if isinstance(error, TransferTimeout):
+                self._raise_if_failed()  # what ended it, if it was not the deadline
             raise
         return self
 
@@ -272,6 +281,7 @@ class Push:
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:
             self._error = error
+            self._reaching.end()
             for transfer in tuple(self._running):
                 transfer.request_cancel(error)
 

@@ -219,7 +219,7 @@ async def test_a_source_that_lacks_tokens_is_refused_before_a_byte_moves() -> No
                 await a.push("r1", to=b.addresses, cache=source, table=source_table).__aenter__()
             with pytest.raises(GeometryMismatch):
                 await landing.wait()
-        async with a.publish("r2", source, source_table, lease_s=2) as ticket:
+        async with a.publish("r2", source, source_table, lease_s=0.3) as ticket:
             with pytest.raises(GeometryMismatch, match="tokens"):
                 await b.pull(ticket.to_dict(), sink, longer)
         assert not sink.regions[0].array.any()
