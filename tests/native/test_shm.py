@@ -272,25 +272,6 @@ async def test_a_small_operation_overtakes_a_large_one() -> None:
         assert order == ["small", "large"]
 
 
-@pytest.mark.skipif(os.environ.get("KVXFER_TEST_BIG") != "1", reason="takes 4.1 GiB of memory: KVXFER_TEST_BIG=1")
-async def test_a_mapping_beyond_four_gib() -> None:
-    with short_directory() as directory:
-        pair = Pair(directory, "shm")
-        try:
-            at = (4 << 30) + 12345
-            region, theirs = pair.owner.alloc(at + 2 * MIB)
-            mine, mine_bytes = pair.initiator.alloc(MIB)
-            import_ = await pair.import_(await pair.connect(), pair.owner.engine.grant(region.id, 0, at + MIB, BOTH))
-            mine_bytes[:] = 7
-            outcome = pair.initiator.engine.submit_one(OpKind.PUT, mine.id, import_, 0, at, MIB)
-            assert (await settled(outcome)).bytes == MIB
-            assert (theirs[at : at + MIB] == 7).all()
-            assert theirs[at - 1] == theirs[at + MIB] == 0
-            del theirs, mine_bytes
-        finally:
-            pair.close()
-
-
 # -- who is frozen, and who dies --------------------------------------------------------------------------------------
 
 
