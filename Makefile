@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize bench format clean distclean
+.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -66,6 +66,9 @@ demo: build ## prefill in one process, decode in another, compare every token (A
 
 bench: build $(VENV)/.dev ## measure (ARGS are passed on)
 	@$(PY) -m benchmarks $(ARGS)
+
+bench-peers: $(VENV)/.made ## environments for the rivals of `kvxfer bench --compare` (ARGS="nixl ucx" chooses)
+	@$(PY) benchmarks/peers/install.py $(ARGS)
 
 # -- check ------------------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class MooncakeInitiator(Initiator):
 
 
 if __name__ == "__main__":
-    queue = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "262144"}
+    queue = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}  # the most that it accepts
     env = {"tcp": {**queue, "MC_TCP_SLICE_SIZE": str(1 << 20)}, "tcp-default": {}}
     for one in env.values():
         one["MC_LOG_LEVEL"] = os.environ.get("MC_LOG_LEVEL", "WARNING")
