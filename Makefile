@@ -110,5 +110,5 @@ clean: ## remove what was built (the venv stays)
 	rm -f kvxfer/native/*.so $(VENV)/.installed
 	find kvxfer tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## also remove the venv
-	rm -rf $(VENV) *.egg-info
+distclean: clean ## also remove the venv and the environments of peers
+	rm -rf $(VENV) .bench-peers *.egg-info

@@ -87,7 +87,7 @@ def tracked() -> list[str]:
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode == 0:
         return sorted(path for path in listing.stdout.splitlines() if (ROOT / path).is_file())
-    ignored = {".venv", "build", "dist", "__pycache__", ".git"}
+    ignored = {".venv", ".bench-peers", "build", "dist", "__pycache__", ".git"}
     every = (path for path in ROOT.rglob("*") if path.is_file())
     return sorted(str(path.relative_to(ROOT)) for path in every if not ignored & set(path.relative_to(ROOT).parts))
 
