@@ -5,10 +5,18 @@ early.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvxfer
 from kvxfer.errors import (
@@ -16,13 +24,17 @@ from kvxfer.errors import (
     GeometryMismatch,
     KvxferError,
     LeaseExpired,
+    ProtocolError,
     RegionBusy,
     TransferCancelled,
     TransferTimeout,
     UnknownTransfer,
     UsageError,
 )
+from kvxfer.exchange import POSTING_VERSION, Posting, negotiate, prepared_layer
+from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
+from tests.conftest import slack
 
 TRANSPORTS = ["shm", "tcp"]
 POOL = 12
@@ -366,3 +378,148 @@ async def test_cancelling_at_any_moment_leaves_nothing(transport: str) -> None:
         await gauges_are_clean(b)
         await asyncio.gather(decode("last"), prefill("last"))
         assert_same(source, source_table, sink, sink_table)
+
+
+# -- what the other side says -----------------------------------------------------------------------------------------
+
+
+def posting_map(layout: Any = None, table: Any = None, descriptors: Any = None, **changes: Any) -> dict[str, Any]:
+    """A posting as it travels, with some of it replaced."""
+    good, length = kvxfer.contiguous_layout(small_geometry(), 4)
+    described = {
+        "v": 1, "node_id": "0" * 32, "incarnation": "0" * 32, "engine_id": "0" * 32, "region": 1, "grant": 1,
+        "generation": 1, "length": length, "access": "rw", "key": "0" * 32, "kind": "dram", "expires_in_s": None,
+        "endpoints": {"tcp": ["127.0.0.1:1"]},
+    }  # fmt: skip
+    found = {
+        "v": POSTING_VERSION,
+        "layout": good.to_dict() if layout is None else layout,
+        "table": kvxfer.BlockTable.of([0, 1], 20).to_dict() if table is None else table,
+        "descriptors": [described] if descriptors is None else descriptors,
+        "check": False,
+    }
+    return {**found, **changes}
+
+
+HOSTILE = [
+    {"v": 2}, {"v": None}, {"layout": 5}, {"layout": {}}, {"table": []}, {"table": {"runs": 1}}, {"descriptors": []},
+    {"descriptors": {}}, {"descriptors": [5]}, {"descriptors": [{}]}, {"descriptors": [{}] * 5000},
+    {"table": {"runs": [[0, 1, 2**40]], "tokens": 1, "first_token": 0}},
+    {"table": {"runs": [[0, 1, -1]], "tokens": 1, "first_token": 0}},
+    {"table": {"runs": [[-1, 1, 1]], "tokens": 1, "first_token": 0}},
+    {"table": {"runs": [[0, 1, 1]], "tokens": 2**63, "first_token": 0}},
+    {"table": {"runs": [[0.5, 1, 1]], "tokens": 1, "first_token": 0}},
+    {"table": {"runs": [[0, 1, 1]], "tokens": "1", "first_token": 0}},
+    {"table": {"runs": [[0, 1, 2**63]], "tokens": 1, "first_token": 0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=[str(change)[:50] for change in HOSTILE])
+async def test_hostile_postings_are_the_peers_fault(change: dict[str, Any]) -> None:
+    body = msgpack.packb(posting_map(**change))
+    with pytest.raises(ProtocolError):
+        Posting.unpack(body)
+    with pytest.raises(ProtocolError):
+        await Posting.receive(body)
+
+
+async def test_a_layout_that_leaves_its_memory_is_refused_before_anything_is_planned() -> None:
+    Posting.unpack(msgpack.packb(posting_map()))
+    for change in ({"length": 100}, {"length": 1}):
+        raw = posting_map()
+        raw["descriptors"] = [{**raw["descriptors"][0], **change}]
+        with pytest.raises(GeometryMismatch):
+            Posting.unpack(msgpack.packb(raw))
+    raw = posting_map()
+    raw["layout"]["placements"] = [[7, offset, None] for _, offset, _ in raw["layout"]["placements"]]
+    with pytest.raises(GeometryMismatch):
+        Posting.unpack(msgpack.packb(raw))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_posting_are_a_typed_error(body: bytes) -> None:
+    with pytest.raises(KvxferError):
+        Posting.unpack(body)
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats()
+        | st.text(max_size=5)
+        | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        max_leaves=8,
+    ),
+    st.sampled_from(["layout", "table", "descriptors", "check", "v"]),
+    st.integers(0, 12),
+)
+def test_a_posting_with_anything_in_it_is_taken_or_a_typed_error(value: Any, name: str, deep: int) -> None:
+    raw = posting_map()
+    place: Any = raw
+    inner = raw[name]
+    if deep and name == "descriptors":
+        place, inner = inner, inner[0]
+        name = 0  # type: ignore[assignment]
+    if deep > 1 and isinstance(inner, dict):
+        keys = sorted(inner)
+        place, name = inner, keys[deep % len(keys)]
+    place[name] = value
+    with contextlib.suppress(KvxferError):
+        Posting.unpack(msgpack.packb(raw))
+
+
+async def slowest_turn(work: Awaitable[Any]) -> float:
+    """The longest time for which the loop did nothing else."""
+    task = asyncio.ensure_future(work)
+    longest, before = 0.0, time.perf_counter()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    await asyncio.gather(task, return_exceptions=True)
+    return longest
+
+
+@pytest.mark.once
+async def test_large_plans_do_not_hold_the_loop() -> None:
+    tokens = 1 << 17
+    rows, columns = (small_geometry(layout=layout, block_tokens=size) for layout, size in (("PBNHD", 1), ("PBHND", 16)))
+    scattered_ids = np.random.default_rng(1).permutation(tokens)
+    source, _ = kvxfer.contiguous_layout(rows, tokens)
+    target, length = kvxfer.contiguous_layout(columns, tokens // 16)
+    ours = kvxfer.BlockTable(blocks=scattered_ids, tokens=tokens)
+    theirs = kvxfer.BlockTable(blocks=np.arange(tokens // 16), tokens=tokens)
+    raw = posting_map(layout=target.to_dict(), table=theirs.to_dict())
+    raw["descriptors"][0]["length"] = length
+    huge = {"runs": [[0, 1, 1 << 20]], "tokens": 1, "first_token": 0}
+    irregular = {"runs": [[i * 7 % 99991, 1, 1] for i in range(30_000)], "tokens": 1, "first_token": 0}
+
+    good, *hostile = [msgpack.packb({**raw, "table": table}) for table in (raw["table"], huge, irregular)]
+
+    async def negotiate_and_write_out() -> None:
+        for body in hostile:
+            await Posting.receive(body)
+        peer = await Posting.receive(good)
+        made = await negotiate(source, ours, peer.layout, peer.table)
+        cache = SimpleNamespace(regions=[SimpleNamespace(id=1)])
+        for layer in range(3):
+            parts = await prepared_layer(made, layer, OpKind.PUT, cache, peer, 65536)  # type: ignore[arg-type]
+            assert sum(len(part.segments) for part in parts) > 100_000
+            assert max(len(part.segments) for part in parts) <= 65536
+
+    # Best of three: the machine is shared, and a thread that computes takes its turns of the interpreter as well.
+    turns = [await slowest_turn(negotiate_and_write_out()) for _ in range(3)]
+    assert min(turns) < 0.06 * slack(), turns
+
+
+async def test_a_table_that_covers_too_little_is_refused_without_planning() -> None:
+    layout, _ = kvxfer.contiguous_layout(small_geometry(block_tokens=1), 1 << 20)
+    everything = kvxfer.BlockTable(blocks=np.arange(1 << 20), tokens=1 << 20)
+    little = kvxfer.BlockTable.of([0], 1)
+    before = time.perf_counter()
+    with pytest.raises(GeometryMismatch):
+        await negotiate(layout, little, layout, everything)
+    assert time.perf_counter() - before < 0.02 * slack()
