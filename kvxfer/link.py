@@ -100,6 +100,8 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._waits_for_turn = False
+        self._lost = False
+        self._lost_by: Exception | None = None
         self._requests = Requests(config.requests_max)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
@@ -232,9 +234,11 @@ class Link(asyncio.Protocol):
         """
         if self.closed.done():
             raise self._copy_of_reason()
-        if not self.ready.done() or self._transport is None:
+        if not self.ready.done() or (self._transport is None and not self._lost):
             raise ClosedError("the link is not ready", peer=self.name)
         self._session.check_send(message)
+        if self._transport is None:
+            return  # lost already; `closed` says so when all that had come is handled
         frame = encode(message, self._config.frame_control_bytes_max)
         limit = self._config.link_queue_bytes_max
         if self._transport.get_write_buffer_size() + len(frame) > limit:
@@ -337,12 +341,12 @@ class Link(asyncio.Protocol):
         self._session.heard(self._loop.time())
         self._decoder.feed(data)
         if not self._waits_for_turn:
-            self._take(MESSAGES_PER_TURN)
+            self._take()
 
-    def _take(self, messages_max: int) -> bool:
-        """Handle what has been received, so many messages of it; whether there may be more."""
+    def _take(self) -> bool:
+        """Handle some of what has been received; whether there may be more."""
         messages = self._decoder.feed(b"")
-        for _ in range(messages_max):
+        for _ in range(MESSAGES_PER_TURN):
             if self.closed.done():
                 return False
             try:
@@ -361,18 +365,25 @@ class Link(asyncio.Protocol):
         return True
 
     def _next_turn(self) -> None:
-        if self._transport is None or self.closed.done():
+        if self.gone.done():
             return
-        if self._take(MESSAGES_PER_TURN):
+        if self._take():
             self._loop.call_soon(self._next_turn)
-        elif not self.closed.done():
-            self._waits_for_turn = False
+            return
+        self._waits_for_turn = False
+        if self._lost:
+            self._finish()
+        elif self._transport is not None and not self.closed.done():
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._waits_for_turn = True
-        while self._take(MESSAGES_PER_TURN):  # what came before the end counts
-            pass
+        self._transport = None
+        self._lost, self._lost_by = True, exc
+        if self.closed.done() or not self._waits_for_turn:  # what came before the end counts
+            self._finish()
+
+    def _finish(self) -> None:
+        exc, self._lost_by = self._lost_by, None
         if not self.closed.done():
             step = self._session.end(self._decoder.buffered)
             if exc is not None and isinstance(step.event, Closed):
@@ -381,7 +392,6 @@ class Link(asyncio.Protocol):
         for timer in (self._timer, self._flush):
             if timer is not None:
                 timer.cancel()
-        self._transport = None
         if not self.gone.done():
             self.gone.set_result(None)
 

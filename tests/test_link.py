@@ -138,7 +138,7 @@ async def test_what_a_link_said_before_its_end_counts(side: Side) -> None:
     accepted = side.links[1]
     accepted.data_received(b"".join(encode(m.Mail(rid=1, channel="c", data=b"")) for _ in range(count)))
     accepted._transport.abort()  # type: ignore[union-attr]
-    await accepted.wait_closed()
+    assert isinstance(await accepted.wait_closed(), PeerLost)
     assert len(side.inbox.messages) == count
     await lost.wait_closed()
 
