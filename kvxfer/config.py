@@ -233,6 +233,8 @@ class Config:
     @classmethod
     def embedded(cls, **changes: Any) -> Config:
         """The defaults of a daemon inside another process: any port, no HTTP."""
+        for name in changes:
+            known(name, "argument", _BY_NAME)
         return cls(**({"listen": "127.0.0.1:0", "http": ""} | changes))
 
     @property

@@ -138,7 +138,11 @@ class LandingPool:
         if self.used_bytes + size > self._bytes_max or self._pieces - len(self._kept) >= self._pieces_max:
             self.refused += 1
             raise BusyError(
-                "the landing pool is full", bytes=size, used_bytes=self.used_bytes, landing_bytes_max=self._bytes_max
+                "the landing pool is full",
+                bytes=size,
+                used_bytes=self.used_bytes,
+                landing_bytes_max=self._bytes_max,
+                hint="try again when a landing was adopted, or raise landing_bytes_max there",
             )
         while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:
             region = self._kept.pop(0)

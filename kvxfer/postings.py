@@ -251,7 +251,8 @@ def not_served(line: Line, why: str) -> KvxferError:
     """Why a claim ends that did not wait, or waited to the end."""
     kind, name = line
     if kind:
-        return UnknownTransfer(f"no {kind} can be claimed: {why}", key=name)
+        hint = "check the name and the node, or wait longer for it"
+        return UnknownTransfer(f"no {kind} can be claimed: {why}", key=name, hint=hint)
     return BusyError(why, posting=name[:40])
 
 

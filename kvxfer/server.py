@@ -27,7 +27,7 @@ import msgpack
 
 from kvxfer.acceptor import Acceptor
 from kvxfer.addresses import format_address, parse_address
-from kvxfer.config import Config
+from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
 from kvxfer.dataplane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.dispatch import Dispatcher
@@ -50,6 +50,7 @@ from kvxfer.wire.session import VERSIONS
 
 PING_KEY, PING_BYTES = "kvxfer.ping", 1 << 20
 EMBEDDED_PREFIX = "kvxfer-local-"
+EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp adds
 WORKERS_CEILING = 4096  # of the option workers_max
 WORKER_DEAD_S_MAX = 60.0
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
@@ -161,8 +162,11 @@ class Server:
     def _make_directory(self) -> Path:
         if not self._embedded:
             return ensure_socket_dir(socket_dir(self.config))
-        remove_dead_directories(Path(tempfile.gettempdir()), EMBEDDED_PREFIX)
-        directory = Path(tempfile.mkdtemp(prefix=EMBEDDED_PREFIX))
+        place = tempfile.gettempdir()
+        if len(place) + EMBEDDED_PATH_CHARS > SOCKET_DIR_CHARS_MAX:  # sockets need a short path
+            place = "/tmp"
+        remove_dead_directories(Path(place), EMBEDDED_PREFIX)
+        directory = Path(tempfile.mkdtemp(prefix=EMBEDDED_PREFIX, dir=place))
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         return directory
 

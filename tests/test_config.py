@@ -417,3 +417,8 @@ def test_a_wildcard_is_never_advertised(host: str) -> None:
 )
 def test_data_binds_where_control_listens(listen: str, bind: str, host: str) -> None:
     assert Config(listen=listen, data_bind=bind).data_bind_host == host
+
+
+def test_embedded_names_an_option_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="leese_s.*did you mean lease_s"):
+        Config.embedded(leese_s=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgpack
 import pytest
 
 from kvxfer.addresses import parse_address
+from kvxfer.config import SOCKET_DIR_CHARS_MAX
 from kvxfer.errors import (
     AccessDenied,
     AuthenticationError,
@@ -498,3 +500,14 @@ async def test_sixteen_daemons_at_once_have_distinct_addresses() -> None:
 
 def test_worker_helper_is_a_bare_link() -> None:
     assert {"link", "inbox"} == set(Worker.__slots__)
+
+
+async def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    async with Server(small(), embedded=True) as server:
+        assert server.socket_path.is_socket()
+        assert len(str(server.socket_path.parent)) <= SOCKET_DIR_CHARS_MAX
+    assert list(long.iterdir()) == []
+    assert not server.socket_path.parent.exists()
