@@ -289,6 +289,7 @@ async def test_an_initiator_that_dies_is_noticed(pair: Pair) -> None:
     assert lost.id == grant.id
     assert pair.owner.engine.attached(grant.id) == 0
     await within(victim.wait())
+    victim._transport.close()  # the pipes too, now and not when the loop gets to it
     assert (await within(pair.owner.engine.revoke(grant.id))).status == 0
 
 

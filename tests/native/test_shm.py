@@ -73,6 +73,7 @@ async def child(script: str, what: dict[str, Any]) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.kill()
         await within(process.wait())
+        process._transport.close()  # its own child may still hold the pipes
 
 
 class Apart:

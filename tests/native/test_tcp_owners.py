@@ -71,6 +71,7 @@ async def target() -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, 
         if process.returncode is None:
             process.kill()
         await process.wait()
+        process._transport.close()  # the pipes too, now and not when the loop gets to it
 
 
 async def reach(side: Side, described: dict[str, Any]) -> tuple[int, int]:
