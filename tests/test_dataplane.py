@@ -16,7 +16,15 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.dataplane import DataPlane, Part
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import ClosedError, KvxferError, PeerUnreachable, TransferCancelled, TransferTimeout, WrongKey
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    PeerUnreachable,
+    TransferCancelled,
+    TransferTimeout,
+    UsageError,
+    WrongKey,
+)
 from kvxfer.native.engine import Engine, EngineConfig, OpKind
 from kvxfer.region import Region
 
@@ -208,3 +216,83 @@ async def test_a_cancelled_first_transfer_does_not_hurt_the_others(tmp_path: Pat
             with pytest.raises(TransferCancelled):
                 await first
         assert (await second).state == "done"
+
+
+async def test_cancelling_a_transfer_whose_parts_wait_in_line_ends_each_part_once(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",), window_ops_max=1) as (a, b):
+        described = b.region.descriptor("w")
+        await a.start(described, 4096)
+        first = a.start(described)
+        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
+        for count in (2, 5):
+            many = a.plane.start([part] * count, timeout=5, peer="test")
+            await asyncio.wait_for(many.cancel(), 5)
+            assert many._parts_left == 0
+        await first
+        assert (await a.start(described)).state == "done"
+        [ready] = a.plane._reach._imports.values()
+        assert ready.users == 0
+        assert a.plane._admission.inflight_ops == 0
+
+
+async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm",), window_ops_max=1) as (a, b):
+        described = b.region.descriptor("w")
+        await a.start(described, 4096)
+        for notify in ((2**64, 0), (0, 2**64), (-1, 0), ("1", 0)):
+            part = Part(
+                kind=OpKind.PUT,
+                region=a.region.id,
+                descriptor=described,
+                span=(0, 0, LENGTH),
+                notify=notify,  # type: ignore[arg-type]
+            )
+            with pytest.raises(UsageError):
+                await a.plane.start([part], timeout=5, peer="test")
+        assert a.plane._admission.inflight_ops == 0
+        await a.start(described)
+
+
+async def test_while_it_closes_nothing_begins(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",)) as (a, b):
+        described = b.region.descriptor("w")
+        pending = a.start(described)
+        closing = asyncio.ensure_future(a.plane.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError):
+            a.start(described)
+        await closing
+        assert pending.settled
+
+
+async def test_more_notifications_than_a_batch_are_drained_at_once(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm",), notify_max=4096) as (a, b):
+        described, told = b.region.descriptor("w"), []
+        b.plane.watch(described.grant, told.append)
+        engine = b.plane.engine
+        drain, engine._drain_once = engine._drain_once, lambda *_: 0  # type: ignore[method-assign]
+        for _ in range(600):
+            part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(1, 1))
+            await a.plane.start((part,), timeout=5, peer="test")
+        engine._drain_once = drain  # type: ignore[method-assign]
+        b.plane.drain()
+        assert len(told) == 600
+
+
+async def test_a_settled_callback_that_raises_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",)) as (a, b):
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        described, seen = b.region.descriptor("w"), []
+
+        def bad(_: object) -> None:
+            raise ZeroDivisionError
+
+        transfer = a.start(described)
+        transfer.on_settled(bad)
+        transfer.on_settled(seen.append)
+        await transfer
+        await transfer.wait_settled()
+        assert seen == [transfer]
+        assert [type(found["exception"]) for found in complaints] == [ZeroDivisionError]
+        assert a.plane.region_transfers(a.region.id) == []
