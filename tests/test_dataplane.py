@@ -296,3 +296,22 @@ async def test_a_settled_callback_that_raises_does_not_keep_the_others_from_thei
         assert seen == [transfer]
         assert [type(found["exception"]) for found in complaints] == [ZeroDivisionError]
         assert a.plane.region_transfers(a.region.id) == []
+
+
+async def test_cancelling_parts_that_the_engine_has_no_room_for_ends_each_once(tmp_path: Path) -> None:
+    options = {"window_ops_max": 2, "inflight_max": 2}
+    async with sides(tmp_path, ("tcp",), **options) as (a, b), sides(tmp_path, ("tcp",), **options) as (c, _):
+        to_b, to_c = b.region.descriptor("w"), c.region.descriptor("w")
+        await a.start(to_b, 4096)
+        await a.start(to_c, 4096)
+        busy = [a.start(to_b) for _ in range(2)]
+        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=to_c, span=(0, 0, LENGTH))
+        many = a.plane.start([part] * 5, timeout=5, peer="test")
+        assert len(a.plane._full) == 2, "or the test shows nothing"
+        assert len(a.plane._in_line) == 3
+        await asyncio.wait_for(many.cancel(), 5)
+        assert many._parts_left == 0
+        for transfer in busy:
+            await transfer
+        assert [found.users for found in a.plane._reach._imports.values()] == [0, 0]
+        assert a.plane._admission.inflight_ops == 0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.deadline import TIMEOUT_S_MAX, Deadline
+from kvxfer.deadline import TIMEOUT_S_MAX, Deadline, seconds
 from kvxfer.errors import TransferTimeout, UsageError
 
 
@@ -27,3 +27,30 @@ async def test_endless_and_senseless_timeouts_are_refused(bad: object) -> None:
 
 async def test_the_longest_timeout_is_accepted() -> None:
     assert Deadline.after(TIMEOUT_S_MAX).remaining() > 0
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf"), True, "1", None, 11, 10**400])
+def test_seconds_are_positive_finite_and_bounded(bad: object) -> None:
+    with pytest.raises(UsageError, match="lease_s"):
+        seconds(bad, "lease_s", limit_s=10)
+    assert seconds(10, "lease_s", limit_s=10) == 10.0
+    assert seconds(0, "wait_s", least=0.0) == 0.0
+
+
+async def test_a_block_ends_with_the_deadline_and_says_what_it_waited_for() -> None:
+    with pytest.raises(TransferTimeout, match="the moon rose"):
+        async with Deadline.after(0.01).bound("the moon rose"):
+            await asyncio.sleep(5)
+    with pytest.raises(TransferTimeout, match="inside"):
+        async with Deadline.after(5).bound("outside"):
+            raise TransferTimeout("inside")
+    with pytest.raises(TimeoutError, match="somebody's own"):
+        async with Deadline.after(5).bound("outside"):
+            raise TimeoutError("somebody's own")
+
+
+async def test_a_wait_leaves_time_for_its_answer() -> None:
+    deadline = Deadline.after(4)
+    assert deadline.wait(1) == 1
+    assert 3.7 < deadline.wait(10) < 3.8
+    assert Deadline(0.0).wait(10) == 0

@@ -455,3 +455,12 @@ def test_sixty_layers_of_4096_blocks_take_less_than_50_ms(layout: str) -> None:
             made.layer(layer)
 
     assert seconds(work) < 0.050 * SLACK
+
+
+def test_what_a_layer_costs_is_known_before_it_is_written_out() -> None:
+    ours, theirs = shape(block_tokens=16), shape(block_tokens=1, layout="PBHND")
+    for source, target in ((ours, ours), (ours, theirs), (theirs, ours)):
+        tables = [BlockTable.of(range(64 // side.block_tokens), 64) for side in (source, target)]
+        made = plan(dense(source, 64), tables[0], dense(target, 64), tables[1])
+        assert len(rows(made, 0)) <= made.fragments(0) <= 64 * ours.kv_parts * ours.kv_heads
+    assert plan(dense(ours, 4), BlockTable.of([], 0), dense(ours, 4), BlockTable.of([], 0)).fragments(0) == 0
