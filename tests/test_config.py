@@ -420,5 +420,5 @@ def test_data_binds_where_control_listens(listen: str, bind: str, host: str) -> 
 
 
 def test_embedded_names_an_option_that_it_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="leese_s.*did you mean lease_s"):
+    with pytest.raises(ConfigError, match=r"leese_s.*did you mean lease_s"):
         Config.embedded(leese_s=3)
