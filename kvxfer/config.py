@@ -188,11 +188,11 @@ class Config:
         16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
     )
     frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
-    postings_max: int = _int(65536, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
+    postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
     posting_bytes_max: int = _size(1 * GIB, 1 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
     claims_max: int = _int(65536, 1, 1 << 22, "Live claims on this node's postings.")
     waiting_max: int = _int(4096, 1, 1 << 20, "Claims that wait for a posting to appear.")
-    expired_memory_max: int = _int(65536, 0, 1 << 22, "Ended postings that are remembered, to say `lease_expired`.")
+    expired_memory_max: int = _int(16384, 0, 1 << 22, "Ended postings that are remembered, to say `lease_expired`.")
     mailboxes_max: int = _int(4096, 1, 1 << 20, "Channels that hold or listen for messages.")
     mailbox_messages_max: int = _int(1024, 1, 1 << 20, "Messages that one channel holds while nobody listens.")
     mailbox_bytes_max: int = _size(8 * MIB, 4 * KIB, 1 * GIB, "Bytes that one channel holds while nobody listens.")

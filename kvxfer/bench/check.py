@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvxfer.bench.ratios import compared
 from kvxfer.bench.rows import Row, better_of
-from kvxfer.bench.table import Compared, aligned, compared, number
+from kvxfer.bench.table import aligned, number
 from kvxfer.errors import UsageError
 
 TOLERANCE = 0.25
@@ -37,14 +38,10 @@ class Verdict:
 def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
     """Ours to the reference by (transport, workload, metric)."""
     return {
-        (one.row.transport, one.row.workload, one.row.metric): value
+        (one.row.transport, one.row.workload, one.row.metric): one.reference.median
         for one in compared(rows)
-        if (value := one.to_reference) is not None and value > 0 and not _noisy(one)
+        if one.reference is not None and one.reference.median > 0 and not one.row.metric.endswith(NOISY)
     }
-
-
-def _noisy(one: Compared) -> bool:
-    return one.row.metric.endswith(NOISY)
 
 
 def judge(

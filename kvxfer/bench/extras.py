@@ -54,17 +54,20 @@ async def allocate(pair: Pair) -> list[Row]:
 
 
 class Heartbeat:
-    """The longest time for which the event loop did not get back to its callbacks, in seconds."""
+    """The most that the event loop's thread computed without getting back to its callbacks, in seconds.
+
+    CPU time, because on a machine with others a loop that is always busy is often interrupted, by nobody of ours.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._last = time.perf_counter()
+        self._last = time.thread_time()
         self._beating = True
         self.worst = 0.0
         self._loop.call_soon(self._beat)
 
     def _beat(self) -> None:
-        now = time.perf_counter()
+        now = time.thread_time()
         self.worst = max(self.worst, now - self._last)
         self._last = now
         if self._beating:
@@ -77,10 +80,7 @@ class Heartbeat:
 
 
 async def submit(pair: Pair, direction: str) -> list[Row]:
-    """Handing over the blocks of W3b: the time inside the call, and the longest the loop was away because of it.
-
-    The least of some attempts: what other processes of the machine take from us is not a cost of submitting.
-    """
+    """Handing over the blocks of W3b: the time in the call (the least of some), and the longest turn of the loop."""
     layout = Layout(pair.sizes.small_blocks, pair.sizes.small_block_bytes, pair.sizes.region_bytes)
     segments = layout.segments()
     calls, blocks = [], []

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from kvxfer.bench.ratios import Compared, compared
 from kvxfer.bench.rows import OURS, WORKLOADS, Row
 from kvxfer.bench.run import Result
 from kvxfer.bench.svg import Axis, Points, bar_chart, line_chart
-from kvxfer.bench.table import Compared, compared, number
+from kvxfer.bench.table import number
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #d8dee4; --dim: #57606a;
@@ -148,7 +149,7 @@ def _cpu(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
             [
                 (f"{row.peer} {row.metric.partition('_')[0]}", row.median)
                 for row in rows
-                if (row.transport, row.workload) == (transport, "W5") and row.metric.endswith("cpu_s_per_GiB")
+                if (row.transport, row.workload, row.unit) == (transport, "W5", "s/GiB")
             ][:6],
         )
         for transport in transports
@@ -183,9 +184,7 @@ def _compared_table(found: Sequence[Compared]) -> str:
         row = one.row
         if "/" in row.workload:
             continue
-        ratios = ["" if value is None else f"{value:.2f}" for value in (one.to_reference, one.to_rival)]
-        if one.rival is not None:
-            ratios[1] += f" ({one.rival.peer})"
+        ratios = (one.reference_text, one.rival_text)
         spread = [number(value) for value in (row.median, row.low, row.high)]
         lines.append([row.workload, row.transport, row.metric, *spread, row.unit, str(row.n), *ratios])
     return _table(heads, lines, 3)

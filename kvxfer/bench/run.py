@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.bench import extras, machine, reference
+from kvxfer.bench import extras, machine, ratios, reference
 from kvxfer.bench.measure import Histograms, measure, verify
 from kvxfer.bench.pair import Pair, connected
 from kvxfer.bench.progress import Progress
@@ -143,12 +143,14 @@ class Run:
         plan, begun = self._plan, time.monotonic()
         rivals = await self._rivals()
         for number in range(plan.rounds):
+            here: list[Row] = []
             for workload in self._transfers:
                 steps = [*self._reference_steps(workload), *self._rival_steps(rivals, workload)]
                 ours = self._our_steps(workload)
                 for what, step in [*ours, *steps] if number % 2 == 0 else [*steps, *ours]:
                     self._progress.step(f"round {number + 1}: {workload}, {what}")
-                    self._samples += await step()
+                    here += await step()
+            self._samples += [*here, *ratios.of_round(here)]
             if number < EXTRA_ROUNDS:
                 await self._extras(once=False)
             self._result.rounds = number + 1

@@ -1,10 +1,11 @@
-"""The text report: aligned columns, the right yardstick, the best rival."""
+"""The text report: aligned columns, ratios, what is missing."""
 
 from __future__ import annotations
 
+from kvxfer.bench.ratios import of_round
 from kvxfer.bench.rows import single
 from kvxfer.bench.run import Result
-from kvxfer.bench.table import aligned, compared, number, text
+from kvxfer.bench.table import aligned, number, text
 
 ROWS = [
     single("kvxfer", "shm", "W2", "get_GBps", 12.0),
@@ -21,25 +22,19 @@ ROWS = [
 ]
 
 
-def test_yardstick_and_best_rival() -> None:
-    found = {one.row.key: one for one in compared(ROWS)}
-    large = found["kvxfer", "shm", "W2", "get_GBps"]
-    assert large.to_reference == 0.75
-    assert large.to_rival == 1.2
-    small = found["kvxfer", "tcp", "W1", "get_4k_p50_us"]
-    assert small.to_reference == 1.2
-    assert small.rival is not None
-    assert small.rival.peer == "py socket, reno"
-    assert found["kvxfer", "shm", "W2", "get_ms"].to_rival is None
-
-
 def test_the_report_shows_what_is_missing_and_no_curves() -> None:
-    result = Result(rows=ROWS, missing={"nixl": "not installed: make bench-peers"}, machine={"CPU": "one"}, rounds=5)
+    result = Result(
+        rows=[*ROWS, *of_round(ROWS)],
+        missing={"nixl": "not installed: make bench-peers"},
+        machine={"CPU": "one"},
+        rounds=5,
+    )
     report = text(result)
     assert "missing: nixl: not installed: make bench-peers" in report
     assert "interleaved rounds: 5" in report
     assert "blocks/4096" not in report
     assert "1.20 (NIXL default(cma) READ)" in report
+    assert "kvxfer / " not in report
 
 
 def test_columns_line_up() -> None:
