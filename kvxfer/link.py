@@ -98,6 +98,7 @@ class Link(asyncio.Protocol):
         self._decoder = FrameDecoder(expect_preamble=session.side == "acceptor")
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0  # uvloop's handles do not tell when they are due, once that has passed
         self._flush: asyncio.TimerHandle | None = None
         self._waits_for_turn = False
         self._lost = False
@@ -440,11 +441,12 @@ class Link(asyncio.Protocol):
     def _arm(self) -> None:
         """Follow the session's deadline. A timer that fires early only looks again, so life needs no re-arming."""
         due = self._session.deadline()
-        if due is None or (self._timer is not None and not self._timer.cancelled() and self._timer.when() <= due):
+        if due is None or (self._timer is not None and not self._timer.cancelled() and self._timer_due <= due):
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(due, self._tick)
+        self._timer_due = due
 
     def _tick(self) -> None:
         self._timer = None

@@ -155,6 +155,10 @@ def banned_calls(path: str, tree: ast.AST, *, task_owner: bool = False) -> list[
                 wrong.append(
                     at(path, node.lineno, f"{called}: tasks start in a TaskGroup or a TaskOwner, which end them")
                 )
+            elif last == "when" and not node.args:
+                wrong.append(
+                    at(path, node.lineno, f"{called}: a handle of uvloop has no when() once its time has come")
+                )
             elif called == "time.sleep":
                 wrong.append(at(path, node.lineno, "time.sleep blocks the event loop"))
             elif (

@@ -176,6 +176,17 @@ async def test_reply_in_time_is_not_late_when_the_loop_was_blocked(side: Side) -
     await link.aclose("done")
 
 
+async def test_a_deadline_that_has_passed_is_one_like_any_other(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the loop was blocked. On uvloop the timer of such a deadline is no timer any more."""
+    link = await side.dial()
+    passed = asyncio.get_running_loop().time() - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(type(link._session), "deadline", lambda self: passed)
+        link._arm()
+        link._arm()
+    assert (await link.request(m.Echo(data=b"still here"), timeout=5)).data == b"still here"
+
+
 async def test_cancelled_request_leaves_nothing(side: Side) -> None:
     link = await side.dial()
     waiting = asyncio.ensure_future(claim(link, 5))

@@ -309,6 +309,7 @@ BAD = [
     (on_tree(rules.banned_calls), "loop.create_task(f())"),
     (on_tree(rules.banned_calls), "asyncio.ensure_future(f())"),
     (on_tree(rules.banned_calls), "import time\nasync def f():\n    time.sleep(1)"),
+    (on_tree(rules.banned_calls), "if self.timer.when() < due: f()"),
     (on_tree(rules.banned_calls), "assert isinstance(transport, asyncio.Transport)"),
     (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept:\n    raise"),
     (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept Exception:\n    pass"),

@@ -149,7 +149,7 @@ class Speaker:
     async def exactly(self, count: int) -> bytes:
         try:
             return await asyncio.wait_for(self.reader.readexactly(count), 10)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:  # uvloop: also ENOTCONN, of a socket that was reset
             raise Refused from error
 
     def encode(self, frame: Frame, key: bytes, *, crc: int = 0) -> bytes:
