@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvxfer.bench.rivals import PLAIN_SOCKETS
 from kvxfer.bench.rows import OURS, Row, better_of
 
 UNIT = "ratio"
@@ -100,6 +101,8 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
             ratios = by_work.get(row.key[1:], [])
             reference = next((one for one in ratios if one.peer.startswith(OVER + REFERENCE)), None)
             rivals = [one for one in ratios if one is not reference]
+            # Plain sockets move no data for anybody: they are what one is compared with when there is nobody else.
+            rivals = [one for one in rivals if one.peer.removeprefix(OVER) not in PLAIN_SOCKETS] or rivals
             hardest = min if better_of(row.metric) == "higher" else max
             rival = hardest(rivals, key=lambda one: one.median) if rivals else None
             found.append(Compared(row, reference, rival))

@@ -8,19 +8,18 @@ and says how many rounds there were; the numbers stay medians of what was measur
 from __future__ import annotations
 
 import asyncio
-import importlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.bench import extras, machine, ratios, reference
+from kvxfer.bench import extras, machine, ratios, reference, rivals
 from kvxfer.bench.measure import Histograms, measure, verify
 from kvxfer.bench.pair import Pair, connected
 from kvxfer.bench.progress import Progress
@@ -64,14 +63,6 @@ class Result:
     seconds: float = 0.0
 
 
-class Rivals(Protocol):
-    """What `kvxfer.bench.rivals` offers: why each rival cannot run (or None), one round of one workload."""
-
-    def available(self) -> dict[str, str | None]: ...
-
-    def run(self, name: str, workload: str, options: RunOptions) -> list[Row]: ...
-
-
 class Run:
     """One run; `execute` does it."""
 
@@ -103,7 +94,7 @@ class Run:
             async with AsyncExitStack() as stack:
                 await self._open(stack)
                 await self._verify()
-                await self._extras(once=True)
+                await self._extras()
                 await self._rounds()
         finally:
             self._progress.close()
@@ -141,18 +132,18 @@ class Run:
 
     async def _rounds(self) -> None:
         plan, begun = self._plan, time.monotonic()
-        rivals = await self._rivals()
+        others = await self._rivals()
         for number in range(plan.rounds):
             here: list[Row] = []
             for workload in self._transfers:
-                steps = [*self._reference_steps(workload), *self._rival_steps(rivals, workload)]
+                steps = [*self._reference_steps(workload), *self._rival_steps(others, workload)]
                 ours = self._our_steps(workload)
                 for what, step in [*ours, *steps] if number % 2 == 0 else [*steps, *ours]:
                     self._progress.step(f"round {number + 1}: {workload}, {what}")
                     here += await step()
-            self._samples += [*here, *ratios.of_round(here)]
             if number < EXTRA_ROUNDS:
-                await self._extras(once=False)
+                here += await self._repeated_extras(others)
+            self._samples += [*here, *ratios.of_round(here)]
             self._result.rounds = number + 1
             spent = time.monotonic() - begun
             allowed = None if plan.limit_s is None else plan.limit_s - (begun - self._begun)
@@ -180,62 +171,61 @@ class Run:
             steps.append(("plain sockets", lambda: found.sockets(workload)))
         return steps
 
-    async def _extras(self, *, once: bool) -> None:
-        """Set-up and submit belong to the first rounds; what takes longer is measured once."""
+    async def _extras(self) -> None:
+        """What takes longer or has no rival is measured once."""
         for pair in self._pairs:
             name, plan = pair.transport.name, self._plan
-            if once and "idle" in plan.workloads:
+            if "idle" in plan.workloads:
                 self._progress.step(f"peers, {name}")
                 self._samples += await extras.crowd(pair, plan.options)
-            if once and "scale" in plan.workloads:
+            if "setup" in plan.workloads:
+                self._samples += await extras.allocate(pair)
+            if "scale" in plan.workloads:
                 self._progress.step(f"scales, {name}")
                 for direction in DIRECTIONS:
                     self._samples += await extras.scale_blocks(pair, direction)
                 self._samples += await extras.scale_descriptors(pair, "put")
-            if not once and "submit" in plan.workloads:
-                self._samples += await extras.submit(pair, "put")
-            if not once and "setup" in plan.workloads and self._memory is not None:
-                self._samples += await extras.setup(pair, plan.options, self._memory)
-            if once and "setup" in plan.workloads:
-                self._samples += await extras.allocate(pair)
+
+    async def _repeated_extras(self, others: Sequence[str]) -> list[Row]:
+        """What belongs to the first rounds."""
+        found: list[Row] = []
+        for pair in self._pairs:
+            if "submit" in self._plan.workloads:
+                found += await extras.submit(pair, "put")
+            if self._memory is not None:
+                found += await extras.setup(pair, self._plan.options, self._memory)
+        for what, step in self._rival_steps(others, "setup") if self._memory is not None else []:
+            self._progress.step(f"setting up, {what}")
+            found += await step()
+        return found
 
     # -- rivals ---------------------------------------------------------------------------------------------------
 
     async def _rivals(self) -> Sequence[str]:
-        if not self._plan.compare:
-            return ()
-        rivals = _rivals()
-        known = await asyncio.to_thread(rivals.available)
+        known = await asyncio.to_thread(rivals.available) if self._plan.compare else {}
         for name in self._plan.compare:
-            if name not in known:
-                raise UsageError("unknown rival", value=name, hint="one of " + ", ".join(known))
             reason = known[name]
             if reason is not None:
                 self._result.missing[name] = reason
         return [name for name in self._plan.compare if known[name] is None]
 
     def _rival_steps(self, names: Sequence[str], workload: str) -> list[tuple[str, Step]]:
-        if not names:
-            return []
-        rivals, plan = _rivals(), self._plan
+        plan = self._plan
+        if workload.removesuffix("u") != workload and workload.removesuffix("u") in self._transfers:
+            return []  # their memory is always the user's
         options = RunOptions(quick=plan.quick, timeout_s=plan.rival_timeout_s, transports=plan.transports)
 
         def one(name: str) -> Step:
             async def step() -> list[Row]:
                 try:
-                    return await asyncio.to_thread(rivals.run, name, workload, options)
+                    return await rivals.measure(name, workload, options)
                 except KvxferError as error:
-                    self._result.missing[f"{name} {workload}"] = error.message
+                    self._result.missing[f"{name} in {workload}"] = error.message
                     return []
 
             return step
 
         return [(name, one(name)) for name in names]
-
-
-def _rivals() -> Rivals:
-    # Rivals need environments of their own and their module is of no use without --compare.
-    return cast(Rivals, importlib.import_module("kvxfer.bench.rivals"))
 
 
 def _default(name: str) -> Any:

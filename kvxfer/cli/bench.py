@@ -81,6 +81,7 @@ def plan_of(args: argparse.Namespace) -> Any:
     """The plan that the arguments ask for; `UsageError` names what is wrong with them."""
     from dataclasses import replace
 
+    from kvxfer.bench.rivals import RIVALS
     from kvxfer.bench.rows import WORKLOADS
     from kvxfer.bench.run import Plan
     from kvxfer.bench.work import SIZES
@@ -98,7 +99,7 @@ def plan_of(args: argparse.Namespace) -> Any:
         if not 1 <= args.peers <= PEERS_MAX:
             raise UsageError("--peers is out of range", value=args.peers, limit=PEERS_MAX)
         sizes = replace(sizes, peers=args.peers)
-    compare = tuple(name.strip() for name in args.compare.split(",") if name.strip())
+    compare = chosen(args.compare, tuple(RIVALS), "--compare") if args.compare else ()
     return Plan(
         workloads=workloads,
         transports=chosen(args.transports, tuple(TRANSPORTS_DEFAULT.split(",")), "--transports"),

@@ -32,7 +32,7 @@ def test_yardstick_and_hardest_rival() -> None:
     large = found["kvxfer", "shm", "W2", "get_GBps"]
     assert (large.reference_text, large.rival_text) == ("0.75", "1.20 (NIXL default(cma) READ)")
     small = found["kvxfer", "tcp", "W1", "get_4k_p50_us"]
-    assert (small.reference_text, small.rival_text) == ("1.20", "0.75 (py socket, reno)")
+    assert (small.reference_text, small.rival_text) == ("1.20", "0.20 (gRPC bidi stream)")
     assert found["kvxfer", "shm", "W2", "get_ms"].rival is None
 
 

@@ -24,6 +24,7 @@ def plan(*words: str) -> Any:
         (("--transports", "rdma"), "rdma"),
         (("--rounds", "0"), "--rounds"),
         (("--tolerance", "-1"), "--tolerance"),
+        (("--compare", "carrier-pigeon"), "carrier-pigeon"),
         (("--peers", "100000"), "--peers"),
         (("--option", "nothing=3"), "NAME=VALUE"),
         (("--option", "tcp_streams=many"), "tcp_streams"),
