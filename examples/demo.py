@@ -225,8 +225,20 @@ async def until_told(args: argparse.Namespace, progress: Progress) -> list[Row]:
     """The same, and SIGTERM ends it as Ctrl-C does: with everything put away."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await demonstrate(args, progress)
+    told: list[bool] = []
+
+    def stop() -> None:
+        told.append(True)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        return await demonstrate(args, progress)
+    except Failed:
+        if told:  # Ctrl-C reaches the workers as well, and one of them was quicker
+            raise asyncio.CancelledError from None
+        raise
 
 
 def report(rows: list[Row], expected: list[int], args: argparse.Namespace) -> int:
