@@ -56,7 +56,7 @@ async def verify(pair: Pair, workload: str, direction: str) -> None:
     for layout in layouts(workload, sizes):
         once: Once
         if workload == "W4":
-            once = partial(layer_wise, pair, direction)
+            once = partial(layers_told, pair, direction)
         elif workload == "W6":
             once = partial(closed_streams, pair, direction, 1, Histogram())
         elif layout.count > 1:
@@ -87,7 +87,7 @@ async def measure(pair: Pair, workload: str, direction: str, histograms: Histogr
     [layout] = layouts(workload, pair.sizes)
     once: Callable[[], Awaitable[object]]
     if workload == "W4":
-        once = partial(layer_wise, pair, direction)
+        once = partial(layers, pair, direction)
     elif layout.count > 1:
         once = request(side, direction, layout)
     else:
@@ -97,6 +97,8 @@ async def measure(pair: Pair, workload: str, direction: str, histograms: Histogr
         begun = time.perf_counter()
         await once()
         taken.append(time.perf_counter() - begun)
+        if workload == "W4":
+            await all_told(pair, direction)
     spent = pair.cpu_s() - spent
     name = pair.transport.name
     rows = [
@@ -178,8 +180,8 @@ def keep(histograms: Histograms, pair: Pair, what: str, histogram: Histogram) ->
 # -- layers and streams -------------------------------------------------------------------------------------------
 
 
-async def layer_wise(pair: Pair, direction: str) -> None:
-    """W4: layer after layer, some in flight; with a put the receiver is told of each, and has to have heard of all."""
+async def layers(pair: Pair, direction: str) -> None:
+    """W4: layer after layer, some in flight; a put is over when the receiver has been told of it."""
     sizes, side = pair.sizes, pair.pool
     numbers = iter(range(sizes.layers))
 
@@ -190,6 +192,17 @@ async def layer_wise(pair: Pair, direction: str) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(sizes.layers_at_once):
             group.create_task(worker())
+
+
+async def layers_told(pair: Pair, direction: str) -> None:
+    """The same, and the receiver confirms."""
+    await layers(pair, direction)
+    await all_told(pair, direction)
+
+
+async def all_told(pair: Pair, direction: str) -> None:
+    """The target has heard of every layer, of each once; nobody is told of a get."""
+    sizes = pair.sizes
     if direction == "put":
         told = await pair.target.ask("told", expected=sizes.layers, within_s=TOLD_S)
         if told["told"] != sizes.layers:

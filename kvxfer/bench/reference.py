@@ -86,7 +86,7 @@ class Reference:
             "W4": (sizes.layer_bytes, sizes.layers),
             "W6": (sizes.stream_bytes, sizes.streams),
         }.get(workload, (sizes.large_bytes, 1))
-        repeats = sizes.stream_repeats if workload == "W6" else sizes.repeats
+        repeats = sizes.stream_repeats if method == "streams" else sizes.repeats
         got = await self.ask(method, direction, block_bytes, blocks, repeats, threads)
         moved = block_bytes * blocks * (repeats if method == "streams" else 1)
         rows.append(single(peer, transport, workload, f"{direction}_GBps", moved / got.seconds / 1e9))
@@ -99,9 +99,8 @@ class Reference:
 
 
 def _copies_for(workload: str) -> tuple[str, ...]:
-    if workload in ("W2u", "W3u"):
-        return (ATTACH,)
-    return (MEMCPY,) if workload == "W1" else (MEMCPY, NT, NT_TWO)
+    found = {"W1": (MEMCPY,), "W2": (MEMCPY, NT, NT_TWO), "W3": (MEMCPY, NT), "W2u": (ATTACH,), "W3u": (ATTACH,)}
+    return found.get(workload, (NT,))
 
 
 def compile_to(folder: Path) -> Path:
