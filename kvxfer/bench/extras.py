@@ -116,9 +116,10 @@ async def scale_blocks(pair: Pair, direction: str) -> list[Row]:
     """Rate of one contiguous transfer of each size, and of one request of scattered blocks of each size."""
     total, side, name = pair.sizes.scale_bytes, pair.pool, pair.transport.name
     rows = []
+    await side.first(direction, pair.sizes.region_bytes)()  # the first to touch a page pays for it, once
     for size in powers(SIZES_FROM, total, 4):
         count = min(max(total // size // 4, 1), 32)
-        taken = await _times(lambda size=size: side.span(direction, 0, size), count)
+        taken = await _times(side.first(direction, size), count)
         rows.append(
             single(OURS, name, f"contiguous/{size}", f"{direction}_GBps", size / statistics.median(taken) / 1e9)
         )
@@ -135,7 +136,7 @@ async def scale_descriptors(pair: Pair, direction: str) -> list[Row]:
     most = min(pair.sizes.descriptors_max, pair.sizes.region_bytes // TINY_BLOCK_BYTES)
     for count in powers(1, most, 16):
         segments = Layout(count, TINY_BLOCK_BYTES, count * TINY_BLOCK_BYTES).segments()
-        taken = await _times(lambda segments=segments: _all(pair.pool, direction, segments), 3)
+        taken = await _times(lambda segments=segments: _all(pair.pool, direction, segments), 5)
         name = f"descriptors/{count}"
         rows.append(single(OURS, pair.transport.name, name, f"{direction}_ms", statistics.median(taken) * 1e3))
     return rows

@@ -68,7 +68,7 @@ async def verify(pair: Pair, workload: str, direction: str) -> None:
 
 def span(side: Side, direction: str, length: int) -> Once:
     """A call that moves the first ``length`` bytes."""
-    return lambda: side.span(direction, 0, length)
+    return side.first(direction, length)
 
 
 def request(side: Side, direction: str, layout: Layout) -> Once:

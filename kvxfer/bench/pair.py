@@ -50,10 +50,15 @@ class Side:
         """One contiguous transfer through the public calls of the client; ``tell`` makes a put visible."""
         client, ours = self._pair.client, self.region[offset : offset + length]
         if direction == "get":
-            return client.get(ours, self.remote, source_offset=offset, timeout=TIMEOUT_S)
-        return client.put(
-            ours, self.remote, target_offset=offset, timeout=TIMEOUT_S, visible=tell is not None, notify=tell or 0
-        )
+            return client.get(ours, self.remote, source_offset=offset)
+        return client.put(ours, self.remote, target_offset=offset, visible=tell is not None, notify=tell or 0)
+
+    def first(self, direction: str, length: int) -> Once:
+        """A call that moves the first ``length`` bytes again and again; what can be made once is made here."""
+        client, ours, remote = self._pair.client, self.region[0:length], self.remote
+        if direction == "get":
+            return lambda: client.get(ours, remote)
+        return lambda: client.put(ours, remote)
 
     def parts(self, direction: str, segments: Segments, *, at_once: int) -> Transfer:
         """One transfer of scattered blocks, at most ``at_once`` of them in one submit."""
