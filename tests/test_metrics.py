@@ -128,9 +128,10 @@ def test_file_that_is_no_counters_file_costs_nothing_but_a_count(tmp_path: Path,
             path.write_text("root:x:0:0:" * 1000)
     engines = EngineCounters()
     engines.add_file("a", str(path) + ("\0" if what == "no path" else ""), tmp_path)
-    started = time.monotonic()
+    started, descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
     assert engines.snapshot()[0] == {}
     engines.remove("a")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert time.monotonic() - started < 0.5 * slack()
     assert engines.unreadable == (0 if what == "no path" else 2)
 

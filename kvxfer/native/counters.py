@@ -96,7 +96,10 @@ def read_counters(path: str | Path) -> Counters:
     Whoever named the file is not trusted: links are not followed, and nothing is read that could make us wait.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, flags)  # a file object cannot be made of a directory
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ProtocolError("a counters file is no regular file")
-        return parse_counters(file.read(COUNTERS_BYTES))
+        return parse_counters(os.read(descriptor, COUNTERS_BYTES))
+    finally:
+        os.close(descriptor)
