@@ -118,7 +118,7 @@ async def scale_blocks(pair: Pair, direction: str) -> list[Row]:
     rows = []
     await side.first(direction, pair.sizes.region_bytes)()  # the first to touch a page pays for it, once
     for size in powers(SIZES_FROM, total, 4):
-        count = min(max(total // size // 4, 1), 32)
+        count = min(max(total // size // 4, 3), 32)
         taken = await _times(side.first(direction, size), count)
         rows.append(
             single(OURS, name, f"contiguous/{size}", f"{direction}_GBps", size / statistics.median(taken) / 1e9)

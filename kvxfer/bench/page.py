@@ -8,29 +8,31 @@ from html import escape
 from kvxfer.bench.ratios import Compared, compared
 from kvxfer.bench.rows import OURS, WORKLOADS, Row
 from kvxfer.bench.run import Result
-from kvxfer.bench.svg import Axis, Points, bar_chart, line_chart
+from kvxfer.bench.svg import SERIES_MAX, Axis, Points, bar_chart, line_chart
 from kvxfer.bench.table import number
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #d8dee4; --dim: #57606a;
-  --s0: #0969da; --s1: #bc4c00; --s2: #1a7f37; --s3: #8250df; --s4: #bf3989; --s5: #6e5494; }
+  --s0: #0969da; --s1: #bc4c00; --s2: #1a7f37; --s3: #8250df; --s4: #bf3989; --s5: #57606a;
+  --s6: #9a6700; --s7: #0550ae; --s8: #a40e26; --s9: #116329; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #30363d; --dim: #9198a1;
-  --s0: #58a6ff; --s1: #f0883e; --s2: #3fb950; --s3: #bc8cff; --s4: #ff7bc5; --s5: #a5a0d0; } }
+  --s0: #58a6ff; --s1: #f0883e; --s2: #3fb950; --s3: #bc8cff; --s4: #ff7bc5; --s5: #9198a1;
+  --s6: #d29922; --s7: #a5d6ff; --s8: #ff7b72; --s9: #7ee787; } }
 body { margin: 2rem auto; max-width: 82rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
   font: 15px/1.5 system-ui, sans-serif; }
 figure { margin: 0; } figcaption { font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); gap: 2rem; }
 svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 .grid { stroke: var(--soft); } .line { fill: none; stroke-width: 2; } .note { color: var(--dim); margin: 0; }
-.s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); stroke-dasharray: 7 3; } .s2 { stroke: var(--s2); }
-.s3 { stroke: var(--s3); stroke-dasharray: 2 3; } .s4 { stroke: var(--s4); stroke-dasharray: 9 3 2 3; }
-.s5 { stroke: var(--s5); } .bar, .dot { stroke: none; }
-.bar.s0, .dot.s0 { fill: var(--s0); } .bar.s1, .dot.s1 { fill: var(--s1); } .bar.s2, .dot.s2 { fill: var(--s2); }
-.bar.s3, .dot.s3 { fill: var(--s3); } .bar.s4, .dot.s4 { fill: var(--s4); } .bar.s5, .dot.s5 { fill: var(--s5); }
+.s1, .s4, .s7 { stroke-dasharray: 7 3; } .s3, .s6, .s9 { stroke-dasharray: 2 3; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid var(--soft); white-space: nowrap; }
 .text { text-align: left; }
 """
+STYLE += "".join(
+    f".line.s{index} {{ stroke: var(--s{index}); }} .bar.s{index}, .dot.s{index} {{ fill: var(--s{index}); }}\n"
+    for index in range(SERIES_MAX)
+)
 
 
 def size(value: float) -> str:
@@ -64,7 +66,7 @@ def page(result: Result) -> str:
         *(_latencies(result, name) for name in transports),
         *(_sizes(rows, name) for name in transports),
         _scattered(rows, transports),
-        _cpu(rows, transports),
+        *(_cpu(rows, name) for name in transports),
         _descriptors(rows, transports),
         _peers(rows, transports),
     ]
@@ -141,18 +143,19 @@ def _scattered(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
     return title, note, bar_chart(title, Axis("GB/s"), groups)
 
 
-def _cpu(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
-    title = "CPU per GiB"
+def _cpu(rows: Sequence[Row], transport: str) -> Chart:
+    title = f"CPU per GiB, {transport}"
     groups = [
         (
-            transport,
+            direction,
             [
-                (f"{row.peer} {row.metric.partition('_')[0]}", row.median)
+                (row.peer, row.median)
                 for row in rows
                 if (row.transport, row.workload, row.unit) == (transport, "W5", "s/GiB")
-            ][:6],
+                and row.metric.startswith(direction)
+            ],
         )
-        for transport in transports
+        for direction in ("put", "get")
     ]
     note = "CPU seconds of both processes together, in W2. Lower is better."
     return title, note, bar_chart(title, Axis("s / GiB"), groups)

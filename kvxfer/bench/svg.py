@@ -1,6 +1,6 @@
 """Small charts as SVG text: lines over linear or logarithmic axes, and grouped bars. No script, no font, no network.
 
-Colours are classes (`s0` to `s5`) that the page's style sheet fills in for light and dark; series also differ in their
+Colours are classes (`s0` to `s9`) that the page's style sheet fills in for light and dark; series also differ in their
 dashes, so that a print in grey still tells them apart.
 """
 
@@ -13,7 +13,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 44
-SERIES_MAX = 6
+SERIES_MAX = 10
 POINTS_MAX = 2000
 SMALLEST = 1e-12  # what is below is nothing
 Points = Sequence[tuple[float, float]]
@@ -22,7 +22,7 @@ Show = Callable[[float], str]
 
 def plain(value: float) -> str:
     """A number as short as it can be."""
-    return f"{value:g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def line_chart(title: str, x: Axis, y: Axis, series: Sequence[tuple[str, Points]
     for tick in x.ticks(x_low, x_high):
         across, _ = at((tick, y_low))
         parts.append(f'<line class="grid" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(_text(across, HEIGHT - BOTTOM + 16, x.show(tick), "middle"))
+        anchor = "middle" if across < WIDTH - 2 * RIGHT else "end"
+        parts.append(_text(across, HEIGHT - BOTTOM + 16, x.show(tick), anchor))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x.label, "middle"))
     for index, (_, points) in enumerate(drawn):
         places = [at(point) for point in points]
