@@ -124,11 +124,12 @@ class Acceptor:
             log.warning("refused a connection of user %s (pid %s)", link.uid, link.pid)
             link.abort("another user")
             return
-        if len(self._sockets) > self._links_max:
+        full = len(self._sockets) > self._links_max
+        if full and not self._half_open:
             self._count("links_max")
             link.abort("too many connections")
             return
-        if len(self._half_open) >= self._config.handshakes_max:
+        if full or len(self._half_open) >= self._config.handshakes_max:
             self._count("handshakes_max")
             next(iter(self._half_open)).abort("too many unfinished handshakes")
         self._half_open[link] = None

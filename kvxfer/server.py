@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import resource
 import secrets
 import shutil
 import socket
@@ -52,6 +53,7 @@ PING_KEY, PING_BYTES = "kvxfer.ping", 1 << 20
 EMBEDDED_PREFIX = "kvxfer-local-"
 EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp adds
 WORKERS_CEILING = 4096  # of the option workers_max
+LINKS_SHARE = 0.25  # of this process's descriptors, for each of peers and workers; memory and data need the others
 WORKER_DEAD_S_MAX = 60.0
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
 
@@ -224,7 +226,7 @@ class Server:
             config,
             facts,
             roles=("worker", "tool"),
-            links_max=config.workers_max + config.handshakes_max,
+            links_max=self._bounded(config.workers_max + config.handshakes_max),
             on_ready=self._worker_ready,
             same_user=True,
             # A worker that computes may not look at its sockets for long; the kernel tells at once when it dies.
@@ -235,7 +237,7 @@ class Server:
             config,
             facts,
             roles=("peer", "tool"),
-            links_max=config.links_max,
+            links_max=self._bounded(config.links_max),
             on_ready=self._peer_ready,
             secret=self._secret,
             **common,
@@ -243,6 +245,16 @@ class Server:
         for acceptor, listener in ((self.workers, unix), (self.peers, tcp)):
             self._cleanup.push_async_callback(self._close_acceptor, acceptor)
             await acceptor.start(listener)
+
+    def _bounded(self, links_max: int) -> int:
+        """Fewer connections than configured when this process may not open so many descriptors: what is refused costs
+        less than what breaks off in the middle."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        bound = max(1, int(descriptors * LINKS_SHARE))
+        if bound < links_max:
+            level = logging.DEBUG if self._embedded else logging.WARNING
+            log.log(level, "a limit of %d open files allows %d of %d connections", descriptors, bound, links_max)
+        return min(links_max, bound)
 
     async def _close_acceptor(self, acceptor: Acceptor) -> None:
         await acceptor.aclose(self._close_reason)
