@@ -38,7 +38,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored = json.loads(out.read_text())
     for one in stored:
         if one["unit"] == "ratio" and one["metric"].endswith("GBps"):
-            one["median"] *= 9
+            one["median"] *= 1000  # one round on a busy machine may be several times off
     base.write_text(json.dumps(stored))
     words = ["bench", "--tiny", "--rounds", "1", "--workloads", "w2", "--transports", "shm", "--check", str(base)]
     assert main([*words, "--tolerance", "2"]) == 1

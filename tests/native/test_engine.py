@@ -328,7 +328,7 @@ def test_an_engine_that_is_dropped_warns_and_closes() -> None:
     del engine
     with pytest.warns(ResourceWarning, match="not closed"):
         dropped.clear()
-    assert len(os.listdir("/proc/self/task")) == before
+    assert len(os.listdir("/proc/self/task")) <= before  # one of an earlier test may have ended meanwhile
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
