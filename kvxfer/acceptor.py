@@ -85,11 +85,15 @@ class Acceptor:
         for link in tuple(self._half_open):
             link.abort("this daemon is shutting down")
 
-    async def aclose(self, reason: str) -> None:
-        """Stop, say goodbye to everybody, and wait until all connections are gone."""
+    def start_close(self, reason: str) -> None:
+        """Stop, and say goodbye to everybody."""
         self.stop()
         for link in tuple(self.links):
             link.start_close(reason)
+
+    async def aclose(self, reason: str) -> None:
+        """The same, and wait until all connections are gone."""
+        self.start_close(reason)
         for link in tuple(self._sockets):
             await link.wait_closed()
 

@@ -38,7 +38,7 @@ from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
 
-FLUSH_S = 1.0  # a closing link may take this long to send what is queued
+FLUSH_S = 0.7  # a closing link may take this long to send what is queued
 MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
 OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
 
@@ -265,7 +265,7 @@ class Link(asyncio.Protocol):
         return self.closed.result()
 
     async def aclose(self, reason: str) -> None:
-        """Say goodbye, send what is queued (for at most a second), close."""
+        """Say goodbye, send what is queued (for less than a second), close."""
         self.start_close(reason)
         await self.wait_closed()
 

@@ -123,6 +123,7 @@ class Pool:
         self._peers: dict[str, _Peer] = {}
         self._aliases: dict[str, str] = {}
         self._closed = False
+        self._closing: list[Link] = []
         self.evicted = 0
         self.connects = 0
         self.connect_failures = 0
@@ -177,12 +178,18 @@ class Pool:
                 if peer.keep:
                     self._reconnect(peer)
 
-    async def aclose(self, reason: str) -> None:
-        """Say goodbye on every link and forget all peers."""
+    def start_close(self, reason: str) -> None:
+        """Say goodbye on every link and make no new one."""
         self._closed = True
+        self._closing += self.links
+        for link in self._closing:
+            link.start_close(reason)
+
+    async def aclose(self, reason: str) -> None:
+        """The same, wait until the links are gone, and forget all peers."""
+        self.start_close(reason)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        links = self.links
         for peer in self._peers.values():
             if peer.retry is not None:
                 peer.retry.cancel()
@@ -190,9 +197,7 @@ class Pool:
                 peer.connecting.set_exception(ClosedError("the peer pool is closed"))
         self._peers.clear()
         self._aliases.clear()
-        for link in links:
-            link.start_close(reason)
-        for link in links:
+        for link in self._closing:
             await link.wait_closed()
 
     # -- connecting ----------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class Server:
         self.ready = False
         self.draining = False
         self._sweeping = False
+        self._linked: list[Acceptor | Pool] = []
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,8 @@ class Server:
         """Say goodbye to everybody, close everything, remove the socket. Idempotent."""
         self.ready, self.draining = False, True
         self._close_reason = reason
+        for party in self._linked:  # all at once: each may take its time to send what is queued
+            party.start_close(reason)
         await self._cleanup.aclose()
 
     async def drain(self) -> bool:
@@ -213,6 +216,7 @@ class Server:
         self._cleanup.push_async_callback(self._tasks.aclose)
         self.pool = Pool(self._dial, self._tasks, config, clock=clock, rng=self._rng, needed=self._needed)
         self._cleanup.push_async_callback(self._close_pool)
+        self._linked.append(self.pool)
         self.dispatcher.forwarding = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock)
         self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
         self.dispatcher.landings = self.landings
@@ -244,6 +248,7 @@ class Server:
         )
         for acceptor, listener in ((self.workers, unix), (self.peers, tcp)):
             self._cleanup.push_async_callback(self._close_acceptor, acceptor)
+            self._linked.append(acceptor)
             await acceptor.start(listener)
 
     def _bounded(self, links_max: int) -> int:

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgpack
@@ -30,7 +31,7 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.link import Link, LinkFacts
+from kvxfer.link import FLUSH_S, Link, LinkFacts
 from kvxfer.server import PING_KEY, Server
 from kvxfer.wire import messages as m
 from kvxfer.wire.framing import PREAMBLE
@@ -511,3 +512,25 @@ async def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch
         assert len(str(server.socket_path.parent)) <= SOCKET_DIR_CHARS_MAX
     assert list(long.iterdir()) == []
     assert not server.socket_path.parent.exists()
+
+
+async def test_those_who_do_not_read_are_waited_for_all_at_once() -> None:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(node())
+        there = await stack.enter_async_context(node())
+        asker = await stack.enter_async_context(worker(server))
+        await asker.ask(m.Echo(node=there.addresses, data=b"x"))
+        # Neither a worker, nor a peer that dialled us, nor one that we dialled takes what is sent to it.
+        frozen = await Link.dial(server.addresses, LinkFacts(role="tool"), server.config)
+        outgoing, incoming = server.pool.links[0], next(iter(server.workers.links))
+        ends = {outgoing: next(iter(there.peers.links)), incoming: asker.link, next(iter(server.peers.links)): frozen}
+        for link, far in ends.items():
+            far._transport.pause_reading()  # type: ignore[union-attr]
+            link._transport.write(bytes(8 << 20))  # type: ignore[union-attr]
+        started = time.monotonic()
+        await server.aclose()
+        assert 0.9 * FLUSH_S < time.monotonic() - started < 1.7 * FLUSH_S
+        for link, far in ends.items():
+            assert link.gone.done()
+            far.abort()
+            await far.wait_closed()
