@@ -1,8 +1,9 @@
 """Incoming control connections: who may come in, how many, and how long they may take to say who they are.
 
 The idea: a connection that has not proved itself costs a place among few, and when those are taken the oldest of them
-goes, not the newcomer. A true peer needs milliseconds for its handshake, so it gets through while somebody holds
-half-open connections; a flood of them is bounded and never reaches the code behind.
+goes (of those that have said nothing, if there are any), not the newcomer. A true peer needs milliseconds for its
+handshake, so it gets through while somebody holds half-open connections; a flood of them is bounded and never reaches
+the code behind.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class Acceptor:
             return
         if full or len(self._half_open) >= self._config.handshakes_max:
             self._count("handshakes_max")
-            next(iter(self._half_open)).abort("too many unfinished handshakes")
+            silent = (other for other in self._half_open if not other.greeted)
+            next(silent, next(iter(self._half_open))).abort("too many unfinished handshakes")
         self._half_open[link] = None
         link.closed.add_done_callback(lambda reason: self._ended(link, reason.result()))
 

@@ -36,7 +36,7 @@ from kvxfer.requests import REPLIES, Requests
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
-from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
+from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, State, Step
 
 FLUSH_S = 0.7  # a closing link may take this long to send what is queued
 MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
@@ -208,6 +208,11 @@ class Link(asyncio.Protocol):
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def greeted(self) -> bool:
+        """The other side has said who it is, proven or not."""
+        return self._session.state is not State.ACCEPTED
 
     @property
     def usable(self) -> bool:

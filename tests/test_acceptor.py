@@ -12,6 +12,10 @@ from kvxfer.addresses import parse_address
 from kvxfer.errors import ClosedError, PeerUnreachable
 from kvxfer.link import Link, LinkFacts
 from kvxfer.server import Server
+from kvxfer.wire import messages as m
+from kvxfer.wire.codec import encode
+from kvxfer.wire.framing import PREAMBLE
+from tests.adversity.attacker import connect, hello
 from tests.nodes import fast, node, until
 
 
@@ -38,6 +42,27 @@ async def test_half_open_connections_make_room_for_a_peer_when_all_places_are_ta
             writer.close()
         for link in (*known, late):
             await link.aclose("done")
+
+
+async def test_silent_connections_go_before_those_that_have_said_hello() -> None:
+    async with node(handshakes_max=3) as server:
+        address = parse_address(server.addresses[0])
+        greeting = await intrude_half((address.host, address.port))
+        held = [await silent(server) for _ in range(6)]
+        await until(lambda: server.peers.refused.get("handshakes_max") == 4)
+        await until(lambda: server.peers.half_open == 3)
+        greeting.write(encode(m.Proof(proof=b"")))
+        await until(lambda: len(server.peers.links) == 1)
+        for writer in (greeting, *(writer for _, writer in held)):
+            writer.close()
+
+
+async def intrude_half(address: tuple[str, int]) -> asyncio.StreamWriter:
+    """A handshake that stops after the greeting was answered."""
+    reader, writer = await connect(address)
+    writer.write(PREAMBLE + encode(hello("peer")))
+    await reader.read(100)
+    return writer
 
 
 async def test_newcomer_is_refused_when_all_places_are_proven() -> None:
