@@ -168,9 +168,9 @@ def test_banned_calls() -> None:
 
 
 def test_no_swallowed_errors() -> None:
-    shipped = [
-        path for path in PYTHON if not path.startswith("tests/")
-    ]  # a test may keep what it caught and look at it
+    # These two keep what they caught, whatever it was, and look at it: that is what they test.
+    keepers = {"tests/adversity/test_ends.py", "tests/steps.py"}
+    shipped = [path for path in PYTHON if path not in keepers]
     none_wrong([wrong for path in shipped for wrong in rules.swallowed_errors(path, TREES[path])])
 
 

@@ -52,6 +52,10 @@ async def side() -> AsyncIterator[Side]:
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -68,10 +72,11 @@ async def side() -> AsyncIterator[Side]:
     ],
 )
 def test_a_bad_configuration_is_named(changes: dict[str, Any], named: str) -> None:
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    fds, before = len(os.listdir("/proc/self/fd")), threads()
     with pytest.raises((ConfigError, TransportUnavailable), match=named):
         Engine(config(**changes))
-    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not threads() - before  # those of earlier tests may still be leaving
 
 
 def test_limits_are_accepted_at_their_edges() -> None:
@@ -322,13 +327,18 @@ def test_without_a_loop_nothing_can_be_awaited() -> None:
 
 
 def test_an_engine_that_is_dropped_warns_and_closes() -> None:
-    before = len(os.listdir("/proc/self/task"))
+    before = threads()
     engine = Engine(config())
+    ours = threads() - before
+    assert ours
     dropped = [engine]
     del engine
     with pytest.warns(ResourceWarning, match="not closed"):
         dropped.clear()
-    assert len(os.listdir("/proc/self/task")) <= before  # one of an earlier test may have ended meanwhile
+    deadline = time.monotonic() + 5  # a joined thread leaves the list a moment later
+    while ours & threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not ours & threads()
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
