@@ -31,7 +31,7 @@ class Sizes:
     stream_bytes: int = 4 * MIB
     stream_repeats: int = 3
     samples: int = 600
-    repeats: int = 2
+    repeats: int = 3
     setup_bytes: int = GIB
     peers: int = 8
     idle_s: float = 1.0
