@@ -17,10 +17,20 @@
 #define KVX_ENGINE_NO_CMA  2 /* never use cross-memory attach */
 #define KVX_ENGINE_NO_HUGE 4 /* never try hugepages */
 
+/* kinds of memory; a transport says with bit (1 << kind) of kvx_transport_info.memory which ones it reaches */
+#define KVX_MEM_DRAM   0 /* of this host: memfds, and whatever the application registers */
+#define KVX_MEM_HBM    1 /* of an accelerator: the CPU cannot touch it */
+#define KVX_MEM_PINNED 2 /* of this host, allocated through an accelerator's driver so that its DMA reaches it */
+
+/* kvx_alloc_args.flags */
+#define KVX_ALLOC_SPILL 1 /* no room for KVX_MEM_HBM: take KVX_MEM_PINNED, and say so (KVX_REGION_SPILLED) */
+
 /* kvx_region_info.flags */
 #define KVX_REGION_SHARED    1 /* backed by a memfd: peers on this host can map it */
 #define KVX_REGION_HUGE      2 /* hugepages are in use */
 #define KVX_REGION_READ_ONLY 4
+#define KVX_REGION_DEVICE    8  /* the CPU cannot touch it */
+#define KVX_REGION_SPILLED   16 /* asked for on a device, which was full */
 
 /* kvx_transport_info.caps */
 #define KVX_CAP_PUT       1
@@ -89,7 +99,16 @@ typedef struct kvx_transport_info {
     uint64_t alignment; /* of addresses that it can register, 1 = any */
     uint64_t region_bytes_max;
     uint32_t copies_x100; /* CPU copies per delivered byte, both sides together, x100 */
+    uint32_t memory;      /* bit (1 << kind) for each kind of memory that it moves */
 } kvx_transport_info;
+
+typedef struct kvx_alloc_args {
+    uint64_t length;
+    uint32_t kind;     /* KVX_MEM_* */
+    int32_t device;    /* of KVX_MEM_HBM and KVX_MEM_PINNED; -1 otherwise */
+    int32_t numa_node; /* of KVX_MEM_DRAM; -1 = not bound */
+    uint32_t flags;    /* KVX_ALLOC_* */
+} kvx_alloc_args;
 
 typedef struct kvx_region_info {
     uint64_t id;         /* never used again within an engine */
@@ -99,6 +118,8 @@ typedef struct kvx_region_info {
     uint32_t flags;
     uint32_t references; /* identical registrations share one region */
     int32_t numa_node;   /* -1 = not bound */
+    uint32_t kind;       /* KVX_MEM_* */
+    int32_t device;      /* -1 = none */
 } kvx_region_info;
 
 typedef struct kvx_grant_info {
@@ -210,7 +231,7 @@ const kvx_counters *kvx_engine_counters(const kvx_engine *engine);
 int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *info_p);
 
 /* -- memory ------------------------------------------------------------------------------------ */
-int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_region_info *info_p, int *sys_errno_p);
+int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, int *sys_errno_p);
 int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
                      uint64_t *conflict_p);
 int kvx_mem_release(kvx_engine *engine, uint64_t region, uint64_t *token_p);

@@ -25,6 +25,7 @@ from kvxfer.native.facts import (
     Event,
     EventKind,
     GrantInfo,
+    MemoryKind,
     OpKind,
     RegionInfo,
     TransportInfo,
@@ -44,6 +45,7 @@ __all__ = [
     "Event",
     "EventKind",
     "GrantInfo",
+    "MemoryKind",
     "OpKind",
     "RegionInfo",
     "TransportInfo",
@@ -177,6 +179,7 @@ class Engine:
                     alignment=info.alignment,
                     region_bytes_max=info.region_bytes_max,
                     copies_per_byte=info.copies_x100 / 100,
+                    memory=info.memory,
                 )
             )
         return found
@@ -256,9 +259,11 @@ class Engine:
         """
         _check_length(length)
         info, errno_p = ffi.new("kvx_region_info *"), ffi.new("int *")
+        wanted = {"length": length, "device": -1, "numa_node": -1 if numa_node is None else numa_node}
+        args = ffi.new("kvx_alloc_args *", wanted)
         engine = self._enter()
         try:
-            status = lib.kvx_mem_alloc(engine, length, -1 if numa_node is None else numa_node, info, errno_p)
+            status = lib.kvx_mem_alloc(engine, args, info, errno_p)
         finally:
             self._leave()
         if status != 0:
@@ -514,4 +519,6 @@ def _region(info: Any) -> RegionInfo:
         flags=info.flags,
         references=info.references,
         numa_node=info.numa_node,
+        kind=MemoryKind(info.kind),
+        device=info.device if info.device >= 0 else None,
     )

@@ -32,6 +32,14 @@ class OpKind(IntEnum):
     GET = 2
 
 
+class MemoryKind(IntEnum):
+    """Where the bytes of a region are; see ``KVX_MEM_*`` in ``api.cdef.h``."""
+
+    DRAM = 0
+    HBM = 1
+    PINNED = 2
+
+
 class EventKind(IntEnum):
     """What an event tells; see ``KVX_EV_*`` in ``api.cdef.h``."""
 
@@ -153,6 +161,7 @@ class TransportInfo:
     alignment: int
     region_bytes_max: int
     copies_per_byte: float
+    memory: int
 
     @property
     def can_put(self) -> bool:
@@ -185,6 +194,10 @@ class TransportInfo:
         """Transfers can be checksummed end to end."""
         return bool(self.caps & Caps.CHECK)
 
+    def moves(self, kind: MemoryKind) -> bool:
+        """It reads and writes memory of this kind."""
+        return bool(self.memory >> kind & 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionInfo:
@@ -197,6 +210,8 @@ class RegionInfo:
     flags: int
     references: int
     numa_node: int
+    kind: MemoryKind
+    device: int | None
 
     @property
     def shared(self) -> bool:
@@ -211,6 +226,16 @@ class RegionInfo:
     @property
     def read_only(self) -> bool:
         return bool(self.flags & 4)
+
+    @property
+    def on_device(self) -> bool:
+        """The CPU cannot touch it."""
+        return bool(self.flags & 8)
+
+    @property
+    def spilled(self) -> bool:
+        """Asked for on a device, which was full: it is pinned host memory."""
+        return bool(self.flags & 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ static void info_fill(const region_box *box, kvx_region_info *info_p) {
         .flags = box->region.flags,
         .references = box->references,
         .numa_node = box->numa_node,
+        .kind = box->region.kind,
+        .device = box->region.device,
     };
 }
 
@@ -191,6 +193,7 @@ int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_
     box->region.length = length;
     box->region.memfd = -1;
     box->region.flags = read_only ? KVX_REGION_READ_ONLY : 0;
+    box->region.device = -1;
     box->numa_node = -1;
     kvx_lock(core);
     int status = core->closing ? KVX_E_CLOSED : KVX_OK;
@@ -362,14 +365,18 @@ static int backing_choose(kvx_core *core, region_box *box, uint64_t length, int3
     return status == KVX_OK ? backing_make(box, length, numa_node, false, errno_p) : status;
 }
 
-int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_region_info *info_p, int *sys_errno_p) {
+int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, int *sys_errno_p) {
     kvx_core *core = &engine->core;
     int ignored = 0;
     int *errno_p = sys_errno_p ? sys_errno_p : &ignored;
     *errno_p = 0;
-    if (info_p == NULL) {
+    if (args == NULL || info_p == NULL) {
         return KVX_E_INVALID;
     }
+    if (args->kind != KVX_MEM_DRAM) {
+        return KVX_E_UNSUPPORTED;
+    }
+    const uint64_t length = args->length;
     if (length == 0 || length > (uint64_t)INT64_MAX - HUGE_BYTES) {
         return KVX_E_LENGTH;
     }
@@ -383,7 +390,8 @@ int kvx_mem_alloc(kvx_engine *engine, uint64_t length, int32_t numa_node, kvx_re
     if (box == NULL) {
         return KVX_E_NOMEM;
     }
-    status = backing_choose(core, box, length, numa_node, errno_p);
+    box->region.device = -1;
+    status = backing_choose(core, box, length, args->numa_node, errno_p);
     if (status != KVX_OK) {
         free(box);
         return status;

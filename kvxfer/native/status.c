@@ -40,6 +40,7 @@ const char *kvx_status_name(int status) {
         NAME(KVX_E_VERSION)
         NAME(KVX_E_OTHER_HOST)
         NAME(KVX_E_REFUSED)
+        NAME(KVX_E_LINK)
         NAME(KVX_E_NOMEM)
         NAME(KVX_E_FDS)
         NAME(KVX_E_SHM_SPACE)
@@ -47,6 +48,11 @@ const char *kvx_status_name(int status) {
         NAME(KVX_E_UNSUPPORTED)
         NAME(KVX_E_SYSTEM)
         NAME(KVX_E_CMA_DENIED)
+        NAME(KVX_E_NO_DEVICE)
+        NAME(KVX_E_NO_CONTEXT)
+        NAME(KVX_E_DEVICE)
+        NAME(KVX_E_DEVICE_MEMORY)
+        NAME(KVX_E_HOST_MEMORY)
         NAME(KVX_E_INTERNAL)
     default:
         return "unknown";

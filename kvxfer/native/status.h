@@ -48,14 +48,20 @@ enum kvx_status {
     KVX_E_VERSION = 204,     /* it speaks another version of it */
     KVX_E_OTHER_HOST = 205,  /* the endpoint is on another host: this transport cannot reach it */
     KVX_E_REFUSED = 206,     /* the peer is full or refuses us */
+    KVX_E_LINK = 207,        /* a vendor library's link to the peer failed; only a new one helps */
 
-    KVX_E_NOMEM = 300,       /* out of memory */
-    KVX_E_FDS = 301,         /* out of file descriptors */
-    KVX_E_SHM_SPACE = 302,   /* shared memory is too small */
-    KVX_E_MEMLOCK = 303,     /* the locked-memory limit is too low */
-    KVX_E_UNSUPPORTED = 304, /* this kernel, machine or transport cannot do it */
-    KVX_E_SYSTEM = 305,      /* a system call failed; sys_errno says why */
-    KVX_E_CMA_DENIED = 306,  /* cross-memory attach is not allowed between the two processes */
+    KVX_E_NOMEM = 300,         /* out of memory */
+    KVX_E_FDS = 301,           /* out of file descriptors */
+    KVX_E_SHM_SPACE = 302,     /* shared memory is too small */
+    KVX_E_MEMLOCK = 303,       /* the locked-memory limit is too low */
+    KVX_E_UNSUPPORTED = 304,   /* this kernel, machine or transport cannot do it */
+    KVX_E_SYSTEM = 305,        /* a system call failed; sys_errno says why */
+    KVX_E_CMA_DENIED = 306,    /* cross-memory attach is not allowed between the two processes */
+    KVX_E_NO_DEVICE = 307,     /* no such accelerator */
+    KVX_E_NO_CONTEXT = 308,    /* the accelerator has no context in this thread: no device was set */
+    KVX_E_DEVICE = 309,        /* the accelerator or its driver failed */
+    KVX_E_DEVICE_MEMORY = 310, /* not enough contiguous memory on the accelerator */
+    KVX_E_HOST_MEMORY = 311,   /* host memory that the accelerator's DMA does not reach: wrong allocator */
 
     KVX_E_INTERNAL = 400
 };

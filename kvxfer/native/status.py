@@ -50,6 +50,7 @@ class Status(IntEnum):
     VERSION = 204
     OTHER_HOST = 205
     REFUSED = 206
+    LINK = 207
     NOMEM = 300
     FDS = 301
     SHM_SPACE = 302
@@ -57,6 +58,11 @@ class Status(IntEnum):
     UNSUPPORTED = 304
     SYSTEM = 305
     CMA_DENIED = 306
+    NO_DEVICE = 307
+    NO_CONTEXT = 308
+    DEVICE = 309
+    DEVICE_MEMORY = 310
+    HOST_MEMORY = 311
     INTERNAL = 400
 
 
@@ -96,6 +102,7 @@ BY_STATUS: Mapping[Status, _Entry] = {
     Status.VERSION: (errors.VersionMismatch, "the peer speaks another version of the data protocol", None),
     Status.OTHER_HOST: (errors.PeerUnreachable, "the peer is on another host than this transport reaches", None),
     Status.REFUSED: (errors.PeerError, "the peer is full or refuses us", None),
+    Status.LINK: (errors.PeerLost, "the accelerator library's link to the peer failed", "it is made anew on next use"),
     Status.NOMEM: (errors.ResourceExhausted, "out of memory", None),
     Status.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),
     Status.SHM_SPACE: (errors.ShmTooSmall, "there is not enough memory for the allocation", "ask for less"),
@@ -103,6 +110,15 @@ BY_STATUS: Mapping[Status, _Entry] = {
     Status.UNSUPPORTED: (errors.TransportUnavailable, "this machine or transport cannot do it", None),
     Status.SYSTEM: (errors.TransportError, "a system call failed", None),
     Status.CMA_DENIED: (errors.TransportUnavailable, "cross-memory attach is not allowed between the processes", None),
+    Status.NO_DEVICE: (errors.TransportUnavailable, "no such accelerator", "`kvxfer doctor` lists the devices"),
+    Status.NO_CONTEXT: (errors.TransportUnavailable, "the accelerator has no context: no device was set", None),
+    Status.DEVICE: (errors.TransportError, "the accelerator or its driver failed", "`kvxfer doctor` tells its state"),
+    Status.DEVICE_MEMORY: (errors.RegistrationError, "not enough contiguous memory on the accelerator", "ask for less"),
+    Status.HOST_MEMORY: (
+        errors.RegistrationError,
+        "the accelerator does not reach this host memory",
+        "allocate it with memory='dram' and device=N",
+    ),
     Status.INTERNAL: (errors.InternalError, "a bug in the native engine", None),
 }
 

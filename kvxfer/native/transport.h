@@ -36,6 +36,8 @@ typedef struct kvx_region {
     uint64_t length;
     int memfd;      /* -1: not shareable by fd */
     uint32_t flags; /* KVX_REGION_* */
+    uint32_t kind;  /* KVX_MEM_* */
+    int32_t device; /* -1: none */
 } kvx_region;
 
 /* The right of peers to reach a part of a region. */

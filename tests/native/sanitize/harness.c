@@ -263,8 +263,9 @@ void side_close(side *s) {
 
 void place_alloc(side *s, place *p, uint64_t length) {
     int sys_errno = 0;
+    const kvx_alloc_args args = {.length = length, .kind = KVX_MEM_DRAM, .device = -1, .numa_node = -1};
     *p = (place){0};
-    CHECK_STATUS(KVX_OK, kvx_mem_alloc(s->engine, length, -1, &p->region, &sys_errno));
+    CHECK_STATUS(KVX_OK, kvx_mem_alloc(s->engine, &args, &p->region, &sys_errno));
 }
 
 void place_register(side *s, place *p, uint64_t length) {
