@@ -22,11 +22,11 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize bench bench-peers format clean distclean
+.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
-	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z][a-z0-9-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 
 # -- environment: three stamps, each made again when the file that pins it changes ------------------------------------
 
@@ -99,6 +99,9 @@ test-asyncio test-debug test-uvloop: build $(VENV)/.dev
 
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py
+
+check-aarch64: $(VENV)/.runtime ## cross-compile all native code for aarch64, run its C tests in an emulator
+	@echo "== aarch64"; $(PY) -m tests.native.aarch64.run $(ARGS)
 
 format: $(VENV)/.dev ## rewrite Python and C files in the project's format
 	@$(PY) -m ruff format $(PYTHON_FORMATTED)

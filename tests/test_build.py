@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.native.aarch64 import run
 from tools import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,14 +60,26 @@ def test_every_target_of_the_documentation_exists() -> None:
 def test_help_lists_the_targets_that_people_use() -> None:
     run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = {line.split()[0] for line in run.stdout.splitlines() if line.startswith("  ")}
-    assert {"build", "demo", "check", "test", "sanitize", "bench", "clean", "help"} <= listed
+    assert {"build", "demo", "check", "test", "sanitize", "check-aarch64", "bench", "clean", "help"} <= listed
 
 
 def test_ci_script_parses_and_may_be_executed() -> None:
     script = ROOT / ".ci" / "run"
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert script.stat().st_mode & 0o111
-    assert "set -euo pipefail" in script.read_text(encoding="utf-8")
+    text = script.read_text(encoding="utf-8")
+    assert "set -euo pipefail" in text
+    assert "make check-aarch64" in text
+    assert all(package in text for package in run.PACKAGES.values() if package != "binutils-aarch64-linux-gnu")
+
+
+def test_a_missing_cross_compiler_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "PACKAGES", {"no-such-compiler": "gcc-aarch64-linux-gnu", "sh": "dash"})
+    monkeypatch.setattr("sys.argv", ["run"])
+    assert run.main() == 2
+    assert "apt-get install gcc-aarch64-linux-gnu\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from hypothesis import strategies as st
 
 from kvxfer.native._shim import ffi, lib
 
+HERE = Path(__file__).parent
+NATIVE = HERE.parent.parent / "kvxfer" / "native"
 ALWAYS, NEVER = 0, 2**64 - 1
 GUARD = 256
 
@@ -79,3 +85,14 @@ def test_crc32c_across_its_lanes(length: int) -> None:
 def test_crc32c_goes_on_from_a_seed(first: bytes, second: bytes) -> None:
     together = lib.kvx_crc32c(0, first + second, len(first) + len(second))
     assert lib.kvx_crc32c(lib.kvx_crc32c(0, first, len(first)), second, len(second)) == together
+
+
+def test_every_kernel_of_this_cpu(tmp_path: Path) -> None:
+    """The program that `make check-aarch64` runs in an emulator: also kernels that this CPU has and does not choose."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "cc"
+    sources = [HERE / "aarch64" / "check.c", NATIVE / "auth.c", NATIVE / "stream.c"]
+    flags = ["-std=gnu11", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
+    subprocess.run([compiler, *flags, "-o", str(tmp_path / "check"), *map(str, sources)], check=True)
+    done = subprocess.run([str(tmp_path / "check")], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 2000
