@@ -584,162 +584,168 @@ static void (*_cffi_call_python_org)(struct _cffi_externpy_s *, char *);
 /************************************************************/
 
 static void *_cffi_types[] = {
-/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 20), // char const *()(int)
+/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 26), // char const *()(int)
 /*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, int *)
-/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // kvx_engine *
-/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 136), // kvx_alloc_args const *
-/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 144), // kvx_region_info *
+/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_engine *
+/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 142), // kvx_alloc_args const *
+/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 150), // kvx_region_info *
 /*  7 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // int *
 /*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  9 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
 /* 10 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 11 */ _CFFI_OP(_CFFI_OP_POINTER, 147), // kvx_submit_args const *
-/* 12 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // kvx_segment const *
-/* 13 */ _CFFI_OP(_CFFI_OP_POINTER, 31), // uint64_t *
+/* 11 */ _CFFI_OP(_CFFI_OP_POINTER, 153), // kvx_submit_args const *
+/* 12 */ _CFFI_OP(_CFFI_OP_POINTER, 152), // kvx_segment const *
+/* 13 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // uint64_t *
 /* 14 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 141), // kvx_event *
+/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 147), // kvx_event *
 /* 16 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
+/* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char *, char *)
 /* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 19 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
-/* 20 */ _CFFI_OP(_CFFI_OP_POINTER, 127), // char const *
-/* 21 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 22 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 23 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 24 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 25 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 26 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 27 */ _CFFI_OP(_CFFI_OP_POINTER, 151), // kvx_transport_info *
-/* 28 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 29 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t)
-/* 30 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 31 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
-/* 32 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 34 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 35 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 36 */ _CFFI_OP(_CFFI_OP_POINTER, 143), // kvx_import_info *
-/* 37 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 39 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 40 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 41 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_remote const *
-/* 42 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 43 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 45 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 46 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 47 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 48 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 49 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
-/* 51 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 54 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 20 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // char *
+/* 21 */ _CFFI_OP(_CFFI_OP_NOOP, 20),
+/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 23 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
+/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 25 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 26 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // char const *
+/* 27 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 29 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 30 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 31 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 32 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 33 */ _CFFI_OP(_CFFI_OP_POINTER, 157), // kvx_transport_info *
+/* 34 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 35 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t)
+/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 37 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
+/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 39 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_import_info *)
+/* 40 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 41 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // kvx_import_info *
+/* 43 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 45 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 46 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 47 */ _CFFI_OP(_CFFI_OP_POINTER, 151), // kvx_remote const *
+/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 52 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 54 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 55 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
 /* 57 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 58 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 60 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 62 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 63 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 59 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 60 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 62 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
 /* 64 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 65 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 66 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 67 */ _CFFI_OP(_CFFI_OP_POINTER, 142), // kvx_grant_info *
-/* 68 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 69 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
-/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 71 */ _CFFI_OP(_CFFI_OP_POINTER, 155), // void *
-/* 72 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 73 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 74 */ _CFFI_OP(_CFFI_OP_NOOP, 6),
-/* 75 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 76 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
-/* 78 */ _CFFI_OP(_CFFI_OP_POINTER, 139), // kvx_engine const *
-/* 79 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 80 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 140), // kvx_engine_config const *
-/* 82 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
-/* 83 */ _CFFI_OP(_CFFI_OP_POINTER, 127), // char *
-/* 84 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 68 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 69 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 70 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 71 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 72 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 73 */ _CFFI_OP(_CFFI_OP_POINTER, 148), // kvx_grant_info *
+/* 74 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 75 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
+/* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 77 */ _CFFI_OP(_CFFI_OP_POINTER, 161), // void *
+/* 78 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 6),
+/* 81 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 83 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
+/* 84 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_engine const *
 /* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION, 135), // int64_t()(kvx_engine *, uint64_t)
-/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 88 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION, 137), // kvx_counters const *()(kvx_engine const *)
-/* 91 */ _CFFI_OP(_CFFI_OP_NOOP, 78),
-/* 92 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 93 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 94 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 15),
-/* 96 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 97 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 99 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 100 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 101 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 102 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 104 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 105 */ _CFFI_OP(_CFFI_OP_POINTER, 155), // void const *
-/* 106 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 107 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION, 155), // void()(kvx_engine *)
-/* 109 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 155), // void()(uint64_t, uint64_t)
+/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 87 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // kvx_engine_config const *
+/* 88 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
+/* 89 */ _CFFI_OP(_CFFI_OP_NOOP, 20),
+/* 90 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 91 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 92 */ _CFFI_OP(_CFFI_OP_FUNCTION, 141), // int64_t()(kvx_engine *, uint64_t)
+/* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 95 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 96 */ _CFFI_OP(_CFFI_OP_FUNCTION, 143), // kvx_counters const *()(kvx_engine const *)
+/* 97 */ _CFFI_OP(_CFFI_OP_NOOP, 84),
+/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 101 */ _CFFI_OP(_CFFI_OP_NOOP, 15),
+/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 105 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 106 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 109 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 110 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 161), // void const *
 /* 112 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 113 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION, 155), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 152), // uint8_t const *
-/* 117 */ _CFFI_OP(_CFFI_OP_NOOP, 105),
+/* 113 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(kvx_engine *)
+/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
+/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(uint64_t, uint64_t)
 /* 118 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 152), // uint8_t *
+/* 119 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 120 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 155), // void()(void *, void const *, uint64_t, uint64_t)
-/* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 71),
-/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 105),
+/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 122 */ _CFFI_OP(_CFFI_OP_POINTER, 158), // uint8_t const *
+/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
 /* 124 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 125 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 158), // uint8_t *
 /* 126 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 127 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 128 */ _CFFI_OP(_CFFI_OP_ARRAY, 127), // char[256]
-/* 129 */ (_cffi_opcode_t)(256),
-/* 130 */ _CFFI_OP(_CFFI_OP_ARRAY, 127), // char[32]
-/* 131 */ (_cffi_opcode_t)(32),
-/* 132 */ _CFFI_OP(_CFFI_OP_ARRAY, 130), // char[8][32]
-/* 133 */ (_cffi_opcode_t)(8),
-/* 134 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 135 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 136 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 137 */ _CFFI_OP(_CFFI_OP_POINTER, 138), // kvx_counters const *
-/* 138 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_counters
-/* 139 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine
-/* 140 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_engine_config
-/* 141 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_event
-/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_grant_info
-/* 143 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_import_info
-/* 144 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_region_info
-/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_remote
-/* 146 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_segment
-/* 147 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_submit_args
-/* 148 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_counters
-/* 149 */ _CFFI_OP(_CFFI_OP_ARRAY, 148), // kvx_transport_counters[8]
-/* 150 */ (_cffi_opcode_t)(8),
-/* 151 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_transport_info
-/* 152 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 153 */ _CFFI_OP(_CFFI_OP_ARRAY, 152), // uint8_t[16]
-/* 154 */ (_cffi_opcode_t)(16),
-/* 155 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(void *, void const *, uint64_t, uint64_t)
+/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 77),
+/* 129 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 130 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 131 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 133 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 134 */ _CFFI_OP(_CFFI_OP_ARRAY, 133), // char[256]
+/* 135 */ (_cffi_opcode_t)(256),
+/* 136 */ _CFFI_OP(_CFFI_OP_ARRAY, 133), // char[32]
+/* 137 */ (_cffi_opcode_t)(32),
+/* 138 */ _CFFI_OP(_CFFI_OP_ARRAY, 136), // char[8][32]
+/* 139 */ (_cffi_opcode_t)(8),
+/* 140 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
+/* 141 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 143 */ _CFFI_OP(_CFFI_OP_POINTER, 144), // kvx_counters const *
+/* 144 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_counters
+/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine
+/* 146 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_engine_config
+/* 147 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_event
+/* 148 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_grant_info
+/* 149 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_import_info
+/* 150 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_region_info
+/* 151 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_remote
+/* 152 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_segment
+/* 153 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_submit_args
+/* 154 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_counters
+/* 155 */ _CFFI_OP(_CFFI_OP_ARRAY, 154), // kvx_transport_counters[8]
+/* 156 */ (_cffi_opcode_t)(8),
+/* 157 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_transport_info
+/* 158 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 159 */ _CFFI_OP(_CFFI_OP_ARRAY, 158), // uint8_t[16]
+/* 160 */ (_cffi_opcode_t)(16),
+/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_d_kvx_cancel(kvx_engine * x0, uint64_t x1)
@@ -813,19 +819,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(71), arg0, (char **)&x0);
+      _cffi_type(77), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(71), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(77), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(105), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(105), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -880,10 +886,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(105), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(105), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -958,10 +964,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(78), arg0, (char **)&x0);
+      _cffi_type(84), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(78), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(84), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -973,7 +979,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(137));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(143));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1055,10 +1061,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(78), arg0, (char **)&x0);
+      _cffi_type(84), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(78), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(84), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1103,28 +1109,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(81), arg0, (char **)&x0);
+      _cffi_type(87), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(81), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(87), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(82), arg1, (char **)&x1);
+      _cffi_type(88), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(82), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(88), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(83), arg2, (char **)&x2);
+      _cffi_type(20), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(83), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(20), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1340,10 +1346,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(67), arg5, (char **)&x5);
+      _cffi_type(73), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(67), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1458,10 +1464,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(36), arg2, (char **)&x2);
+      _cffi_type(42), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(36), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(42), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1606,19 +1612,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(105), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(105), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1628,10 +1634,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg3, (char **)&x3);
+      _cffi_type(125), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1766,10 +1772,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(41), arg2, (char **)&x2);
+      _cffi_type(47), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(41), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(47), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1845,10 +1851,10 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(71), arg1, (char **)&x1);
+      _cffi_type(77), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(71), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(77), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2155,10 +2161,10 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(20), arg2, (char **)&x2);
+      _cffi_type(26), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(20), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(26), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2219,7 +2225,7 @@ _cffi_f_kvx_status_name(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(20));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(26));
   return pyresult;
 }
 #else
@@ -2359,10 +2365,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(27), arg2, (char **)&x2);
+      _cffi_type(33), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(27), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(33), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2380,6 +2386,76 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
 }
 #else
 #  define _cffi_f_kvx_transport_query _cffi_d_kvx_transport_query
+#endif
+
+static int _cffi_d_kvx_transport_unavailable(kvx_engine * x0, uint32_t x1, char * x2, char * x3)
+{
+  return kvx_transport_unavailable(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint32_t x1;
+  char * x2;
+  char * x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_transport_unavailable", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(4), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint32_t);
+  if (x1 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(20), arg2, (char **)&x2);
+  if (datasize != 0) {
+    x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(20), arg2, (char **)&x2,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(20), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(20), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_transport_unavailable(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_transport_unavailable _cffi_d_kvx_transport_unavailable
 #endif
 
 static int _cffi_const_KVX_ABI_VERSION(unsigned long long *o)
@@ -2495,6 +2571,15 @@ static int _cffi_const_KVX_ENGINE_NO_HUGE(unsigned long long *o)
   int n = (KVX_ENGINE_NO_HUGE) <= 0;
   *o = (unsigned long long)((KVX_ENGINE_NO_HUGE) | 0);  /* check that KVX_ENGINE_NO_HUGE is an integer */
   if (!_cffi_check_int(*o, n, 4U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ENGINE_NO_IPC(unsigned long long *o)
+{
+  int n = (KVX_ENGINE_NO_IPC) <= 0;
+  *o = (unsigned long long)((KVX_ENGINE_NO_IPC) | 0);  /* check that KVX_ENGINE_NO_IPC is an integer */
+  if (!_cffi_check_int(*o, n, 8U))
     n |= 2;
   return n;
 }
@@ -2790,7 +2875,11 @@ static void _cffi_checkfld__kvx_engine_config(kvx_engine_config *p)
   { char const * *tmp = &p->tcp_congestion; (void)tmp; }
   { char const * *tmp = &p->fault_spec; (void)tmp; }
   { char const * *tmp = &p->counters_path; (void)tmp; }
+  { char const * *tmp = &p->hixl_bind; (void)tmp; }
+  { char const * *tmp = &p->hixl_options; (void)tmp; }
   (void)((p->tcp_port) | 0);  /* check that 'kvx_engine_config.tcp_port' is an integer */
+  (void)((p->hixl_port) | 0);  /* check that 'kvx_engine_config.hixl_port' is an integer */
+  (void)((p->hixl_engine_port) | 0);  /* check that 'kvx_engine_config.hixl_engine_port' is an integer */
   (void)((p->copy_threads) | 0);  /* check that 'kvx_engine_config.copy_threads' is an integer */
   (void)((p->tcp_threads) | 0);  /* check that 'kvx_engine_config.tcp_threads' is an integer */
   (void)((p->tcp_streams) | 0);  /* check that 'kvx_engine_config.tcp_streams' is an integer */
@@ -2968,6 +3057,7 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ENGINE_MANUAL", (void *)_cffi_const_KVX_ENGINE_MANUAL, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_CMA", (void *)_cffi_const_KVX_ENGINE_NO_CMA, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_HUGE", (void *)_cffi_const_KVX_ENGINE_NO_HUGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ENGINE_NO_IPC", (void *)_cffi_const_KVX_ENGINE_NO_IPC, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_CONNECT", (void *)_cffi_const_KVX_EV_CONNECT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_GRANT_LOST", (void *)_cffi_const_KVX_EV_GRANT_LOST, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_IMPORT", (void *)_cffi_const_KVX_EV_IMPORT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -2995,55 +3085,56 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_REGION_SPILLED", (void *)_cffi_const_KVX_REGION_SPILLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 29), (void *)_cffi_d_kvx_cancel },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 103), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 108), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 90), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 93), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 77), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 80), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 98), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 108), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 86), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 61), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 56), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 33), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 29), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 45), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 115), (void *)_cffi_d_kvx_mac },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 35), (void *)_cffi_d_kvx_cancel },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 127), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 109), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 114), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 96), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 99), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 83), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 86), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 104), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 114), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 92), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 67), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 39), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 35), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 51), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_mac },
   { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 3), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 38), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 69), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 56), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 50), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 56), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 17), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 44), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 75), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 56), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_peer_connect },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_status_name },
   { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 9), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 24), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 30), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 17), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
   { "length", offsetof(kvx_alloc_args, length),
               sizeof(((kvx_alloc_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "kind", offsetof(kvx_alloc_args, kind),
             sizeof(((kvx_alloc_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "device", offsetof(kvx_alloc_args, device),
               sizeof(((kvx_alloc_args *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 134) },
+              _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "numa_node", offsetof(kvx_alloc_args, numa_node),
                  sizeof(((kvx_alloc_args *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 134) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "flags", offsetof(kvx_alloc_args, flags),
              sizeof(((kvx_alloc_args *)0)->flags),
              _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "magic", offsetof(kvx_counters, magic),
              sizeof(((kvx_counters *)0)->magic),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "version", offsetof(kvx_counters, version),
                sizeof(((kvx_counters *)0)->version),
                _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3052,37 +3143,37 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "pid", offsetof(kvx_counters, pid),
            sizeof(((kvx_counters *)0)->pid),
-           _CFFI_OP(_CFFI_OP_NOOP, 31) },
+           _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "inflight", offsetof(kvx_counters, inflight),
                 sizeof(((kvx_counters *)0)->inflight),
-                _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "regions", offsetof(kvx_counters, regions),
                sizeof(((kvx_counters *)0)->regions),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "grants", offsetof(kvx_counters, grants),
               sizeof(((kvx_counters *)0)->grants),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "imports", offsetof(kvx_counters, imports),
                sizeof(((kvx_counters *)0)->imports),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "peers", offsetof(kvx_counters, peers),
              sizeof(((kvx_counters *)0)->peers),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "threads", offsetof(kvx_counters, threads),
                sizeof(((kvx_counters *)0)->threads),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "registered_bytes", offsetof(kvx_counters, registered_bytes),
                         sizeof(((kvx_counters *)0)->registered_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "quarantined_grants", offsetof(kvx_counters, quarantined_grants),
                           sizeof(((kvx_counters *)0)->quarantined_grants),
-                          _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 132) },
+             _CFFI_OP(_CFFI_OP_NOOP, 138) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 149) },
+           _CFFI_OP(_CFFI_OP_NOOP, 155) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3091,25 +3182,37 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "transports", offsetof(kvx_engine_config, transports),
                   sizeof(((kvx_engine_config *)0)->transports),
-                  _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "socket_dir", offsetof(kvx_engine_config, socket_dir),
                   sizeof(((kvx_engine_config *)0)->socket_dir),
-                  _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "tcp_bind", offsetof(kvx_engine_config, tcp_bind),
                 sizeof(((kvx_engine_config *)0)->tcp_bind),
-                _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "tcp_congestion", offsetof(kvx_engine_config, tcp_congestion),
                       sizeof(((kvx_engine_config *)0)->tcp_congestion),
-                      _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "fault_spec", offsetof(kvx_engine_config, fault_spec),
                   sizeof(((kvx_engine_config *)0)->fault_spec),
-                  _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "counters_path", offsetof(kvx_engine_config, counters_path),
                      sizeof(((kvx_engine_config *)0)->counters_path),
-                     _CFFI_OP(_CFFI_OP_NOOP, 20) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 26) },
+  { "hixl_bind", offsetof(kvx_engine_config, hixl_bind),
+                 sizeof(((kvx_engine_config *)0)->hixl_bind),
+                 _CFFI_OP(_CFFI_OP_NOOP, 26) },
+  { "hixl_options", offsetof(kvx_engine_config, hixl_options),
+                    sizeof(((kvx_engine_config *)0)->hixl_options),
+                    _CFFI_OP(_CFFI_OP_NOOP, 26) },
   { "tcp_port", offsetof(kvx_engine_config, tcp_port),
                 sizeof(((kvx_engine_config *)0)->tcp_port),
                 _CFFI_OP(_CFFI_OP_NOOP, 19) },
+  { "hixl_port", offsetof(kvx_engine_config, hixl_port),
+                 sizeof(((kvx_engine_config *)0)->hixl_port),
+                 _CFFI_OP(_CFFI_OP_NOOP, 19) },
+  { "hixl_engine_port", offsetof(kvx_engine_config, hixl_engine_port),
+                        sizeof(((kvx_engine_config *)0)->hixl_engine_port),
+                        _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "copy_threads", offsetof(kvx_engine_config, copy_threads),
                     sizeof(((kvx_engine_config *)0)->copy_threads),
                     _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3142,16 +3245,16 @@ static const struct _cffi_field_s _cffi_fields[] = {
                     _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "inline_bytes_max", offsetof(kvx_engine_config, inline_bytes_max),
                         sizeof(((kvx_engine_config *)0)->inline_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "nt_bytes_min", offsetof(kvx_engine_config, nt_bytes_min),
                     sizeof(((kvx_engine_config *)0)->nt_bytes_min),
-                    _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "chunk_bytes", offsetof(kvx_engine_config, chunk_bytes),
                    sizeof(((kvx_engine_config *)0)->chunk_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "frame_bytes", offsetof(kvx_engine_config, frame_bytes),
                    sizeof(((kvx_engine_config *)0)->frame_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "connect_ms", offsetof(kvx_engine_config, connect_ms),
                   sizeof(((kvx_engine_config *)0)->connect_ms),
                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3163,73 +3266,73 @@ static const struct _cffi_field_s _cffi_fields[] = {
                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 153) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 159) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "status", offsetof(kvx_event, status),
               sizeof(((kvx_event *)0)->status),
-              _CFFI_OP(_CFFI_OP_NOOP, 134) },
+              _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "token", offsetof(kvx_event, token),
              sizeof(((kvx_event *)0)->token),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "id", offsetof(kvx_event, id),
           sizeof(((kvx_event *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 31) },
+          _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "tag", offsetof(kvx_event, tag),
            sizeof(((kvx_event *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 31) },
+           _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "value", offsetof(kvx_event, value),
              sizeof(((kvx_event *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "bytes", offsetof(kvx_event, bytes),
              sizeof(((kvx_event *)0)->bytes),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "sys_errno", offsetof(kvx_event, sys_errno),
                  sizeof(((kvx_event *)0)->sys_errno),
-                 _CFFI_OP(_CFFI_OP_NOOP, 134) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "segment", offsetof(kvx_event, segment),
                sizeof(((kvx_event *)0)->segment),
-               _CFFI_OP(_CFFI_OP_NOOP, 134) },
+               _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "id", offsetof(kvx_grant_info, id),
           sizeof(((kvx_grant_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 31) },
+          _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "generation", offsetof(kvx_grant_info, generation),
                   sizeof(((kvx_grant_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "length", offsetof(kvx_grant_info, length),
               sizeof(((kvx_grant_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "access", offsetof(kvx_grant_info, access),
               sizeof(((kvx_grant_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 153) },
+           _CFFI_OP(_CFFI_OP_NOOP, 159) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 31) },
+          _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "address", offsetof(kvx_import_info, address),
                sizeof(((kvx_import_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "length", offsetof(kvx_import_info, length),
               sizeof(((kvx_import_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "access", offsetof(kvx_import_info, access),
               sizeof(((kvx_import_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 31) },
+          _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "generation", offsetof(kvx_region_info, generation),
                   sizeof(((kvx_region_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "address", offsetof(kvx_region_info, address),
                sizeof(((kvx_region_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "length", offsetof(kvx_region_info, length),
               sizeof(((kvx_region_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "flags", offsetof(kvx_region_info, flags),
              sizeof(((kvx_region_info *)0)->flags),
              _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3238,37 +3341,37 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "numa_node", offsetof(kvx_region_info, numa_node),
                  sizeof(((kvx_region_info *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 134) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "kind", offsetof(kvx_region_info, kind),
             sizeof(((kvx_region_info *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "device", offsetof(kvx_region_info, device),
               sizeof(((kvx_region_info *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 134) },
+              _CFFI_OP(_CFFI_OP_NOOP, 140) },
   { "grant", offsetof(kvx_remote, grant),
              sizeof(((kvx_remote *)0)->grant),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "generation", offsetof(kvx_remote, generation),
                   sizeof(((kvx_remote *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "length", offsetof(kvx_remote, length),
               sizeof(((kvx_remote *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "access", offsetof(kvx_remote, access),
               sizeof(((kvx_remote *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 153) },
+           _CFFI_OP(_CFFI_OP_NOOP, 159) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
-                    _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "remote_offset", offsetof(kvx_segment, remote_offset),
                      sizeof(((kvx_segment *)0)->remote_offset),
-                     _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "length", offsetof(kvx_segment, length),
               sizeof(((kvx_segment *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "kind", offsetof(kvx_submit_args, kind),
             sizeof(((kvx_submit_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3277,85 +3380,85 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "region", offsetof(kvx_submit_args, region),
               sizeof(((kvx_submit_args *)0)->region),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "import", offsetof(kvx_submit_args, import),
               sizeof(((kvx_submit_args *)0)->import),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "tag", offsetof(kvx_submit_args, tag),
            sizeof(((kvx_submit_args *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 31) },
+           _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "value", offsetof(kvx_submit_args, value),
              sizeof(((kvx_submit_args *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 31) },
+             _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "count", offsetof(kvx_submit_args, count),
              sizeof(((kvx_submit_args *)0)->count),
              _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "put_ops", offsetof(kvx_transport_counters, put_ops),
                sizeof(((kvx_transport_counters *)0)->put_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "get_ops", offsetof(kvx_transport_counters, get_ops),
                sizeof(((kvx_transport_counters *)0)->get_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "put_bytes", offsetof(kvx_transport_counters, put_bytes),
                  sizeof(((kvx_transport_counters *)0)->put_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "get_bytes", offsetof(kvx_transport_counters, get_bytes),
                  sizeof(((kvx_transport_counters *)0)->get_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "served_put_bytes", offsetof(kvx_transport_counters, served_put_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_put_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "served_get_bytes", offsetof(kvx_transport_counters, served_get_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_get_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "copied_bytes", offsetof(kvx_transport_counters, copied_bytes),
                     sizeof(((kvx_transport_counters *)0)->copied_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "mapped_bytes", offsetof(kvx_transport_counters, mapped_bytes),
                     sizeof(((kvx_transport_counters *)0)->mapped_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
-                _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "frames", offsetof(kvx_transport_counters, frames),
               sizeof(((kvx_transport_counters *)0)->frames),
-              _CFFI_OP(_CFFI_OP_NOOP, 31) },
+              _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "inline_ops", offsetof(kvx_transport_counters, inline_ops),
                   sizeof(((kvx_transport_counters *)0)->inline_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "failed_ops", offsetof(kvx_transport_counters, failed_ops),
                   sizeof(((kvx_transport_counters *)0)->failed_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "cancelled_ops", offsetof(kvx_transport_counters, cancelled_ops),
                      sizeof(((kvx_transport_counters *)0)->cancelled_ops),
-                     _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "refused", offsetof(kvx_transport_counters, refused),
                sizeof(((kvx_transport_counters *)0)->refused),
-               _CFFI_OP(_CFFI_OP_NOOP, 31) },
+               _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "protocol_errors", offsetof(kvx_transport_counters, protocol_errors),
                        sizeof(((kvx_transport_counters *)0)->protocol_errors),
-                       _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "notifies_sent", offsetof(kvx_transport_counters, notifies_sent),
                      sizeof(((kvx_transport_counters *)0)->notifies_sent),
-                     _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "notifies_received", offsetof(kvx_transport_counters, notifies_received),
                          sizeof(((kvx_transport_counters *)0)->notifies_received),
-                         _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                         _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "peers_connected", offsetof(kvx_transport_counters, peers_connected),
                        sizeof(((kvx_transport_counters *)0)->peers_connected),
-                       _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "peers_accepted", offsetof(kvx_transport_counters, peers_accepted),
                       sizeof(((kvx_transport_counters *)0)->peers_accepted),
-                      _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "peers_lost", offsetof(kvx_transport_counters, peers_lost),
                   sizeof(((kvx_transport_counters *)0)->peers_lost),
-                  _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 130) },
+            _CFFI_OP(_CFFI_OP_NOOP, 136) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 128) },
+                _CFFI_OP(_CFFI_OP_NOOP, 134) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3364,10 +3467,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
             _CFFI_OP(_CFFI_OP_NOOP, 19) },
   { "alignment", offsetof(kvx_transport_info, alignment),
                  sizeof(((kvx_transport_info *)0)->alignment),
-                 _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "region_bytes_max", offsetof(kvx_transport_info, region_bytes_max),
                         sizeof(((kvx_transport_info *)0)->region_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 31) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
   { "copies_x100", offsetof(kvx_transport_info, copies_x100),
                    sizeof(((kvx_transport_info *)0)->copies_x100),
                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
@@ -3377,48 +3480,48 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 136, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 142, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_counters", 138, _CFFI_F_CHECK_FIELDS,
+  { "kvx_counters", 144, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 5, 14 },
-  { "kvx_engine", 139, _CFFI_F_OPAQUE,
+  { "kvx_engine", 145, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 140, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 19, 27 },
-  { "kvx_event", 141, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 46, 9 },
-  { "kvx_grant_info", 142, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 55, 5 },
-  { "kvx_import_info", 143, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 60, 4 },
-  { "kvx_region_info", 144, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 64, 9 },
-  { "kvx_remote", 145, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 73, 5 },
-  { "kvx_segment", 146, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 78, 3 },
-  { "kvx_submit_args", 147, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 81, 7 },
-  { "kvx_transport_counters", 148, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 88, 20 },
-  { "kvx_transport_info", 151, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 108, 8 },
+  { "kvx_engine_config", 146, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 19, 31 },
+  { "kvx_event", 147, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 50, 9 },
+  { "kvx_grant_info", 148, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 59, 5 },
+  { "kvx_import_info", 149, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 64, 4 },
+  { "kvx_region_info", 150, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 68, 9 },
+  { "kvx_remote", 151, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 77, 5 },
+  { "kvx_segment", 152, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 82, 3 },
+  { "kvx_submit_args", 153, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 85, 7 },
+  { "kvx_transport_counters", 154, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 92, 20 },
+  { "kvx_transport_info", 157, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 112, 8 },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 136 },
-  { "kvx_counters", 138 },
-  { "kvx_engine", 139 },
-  { "kvx_engine_config", 140 },
-  { "kvx_event", 141 },
-  { "kvx_grant_info", 142 },
-  { "kvx_import_info", 143 },
-  { "kvx_region_info", 144 },
-  { "kvx_remote", 145 },
-  { "kvx_segment", 146 },
-  { "kvx_submit_args", 147 },
-  { "kvx_transport_counters", 148 },
-  { "kvx_transport_info", 151 },
+  { "kvx_alloc_args", 142 },
+  { "kvx_counters", 144 },
+  { "kvx_engine", 145 },
+  { "kvx_engine_config", 146 },
+  { "kvx_event", 147 },
+  { "kvx_grant_info", 148 },
+  { "kvx_import_info", 149 },
+  { "kvx_region_info", 150 },
+  { "kvx_remote", 151 },
+  { "kvx_segment", 152 },
+  { "kvx_submit_args", 153 },
+  { "kvx_transport_counters", 154 },
+  { "kvx_transport_info", 157 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -3428,12 +3531,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   NULL,  /* no enums */
   _cffi_typenames,
-  68,  /* num_globals */
+  70,  /* num_globals */
   13,  /* num_struct_unions */
   0,  /* num_enums */
   13,  /* num_typenames */
   NULL,  /* no includes */
-  156,  /* num_types */
+  162,  /* num_types */
   0,  /* flags */
 };
 

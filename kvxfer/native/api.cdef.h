@@ -16,6 +16,7 @@
 #define KVX_ENGINE_MANUAL  1 /* no thread drives `loop`: tests step it with kvx_engine_step */
 #define KVX_ENGINE_NO_CMA  2 /* never use cross-memory attach */
 #define KVX_ENGINE_NO_HUGE 4 /* never try hugepages */
+#define KVX_ENGINE_NO_IPC  8 /* hixl: never map device memory of other processes of this host; HIXL moves it instead */
 
 /* kinds of memory; a transport says with bit (1 << kind) of kvx_transport_info.memory which ones it reaches */
 #define KVX_MEM_DRAM   0 /* of this host: memfds, and whatever the application registers */
@@ -64,13 +65,18 @@ typedef struct kvx_engine kvx_engine;
 typedef struct kvx_engine_config {
     uint32_t abi_version;
     uint32_t flags;
-    const char *transports;     /* comma list in order of preference, e.g. "shm,tcp"; "fault+tcp" decorates */
+    const char *transports;     /* comma list in order of preference, e.g. "shm,tcp"; "fault+tcp" decorates; "?hixl"
+                                   may be missing on this machine, see kvx_transport_unavailable */
     const char *socket_dir;     /* where shm listens; must exist */
     const char *tcp_bind;       /* numeric address where tcp listens, "127.0.0.1", "::1", "0.0.0.0" */
     const char *tcp_congestion; /* congestion control for peers on this host, "" = the system's */
     const char *fault_spec;     /* see transport_fault.c; "" = none */
     const char *counters_path;  /* file to create for the counters, "" = private memory */
+    const char *hixl_bind;      /* numeric address where hixl's side link and HIXL's own engines listen */
+    const char *hixl_options;   /* for HIXL itself, "key=value;key=value", "" = ours */
     uint32_t tcp_port;          /* 0 = any */
+    uint32_t hixl_port;         /* of the side link; 0 = any */
+    uint32_t hixl_engine_port;  /* HIXL's own listener of device 0, the others follow; 0 = any */
     uint32_t copy_threads;      /* threads that copy for shm */
     uint32_t tcp_threads;       /* threads that drive tcp */
     uint32_t tcp_streams;       /* connections per tcp peer */
@@ -229,6 +235,8 @@ uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max);
 uint32_t kvx_engine_step(kvx_engine *engine, uint32_t index, uint32_t max);
 const kvx_counters *kvx_engine_counters(const kvx_engine *engine);
 int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *info_p);
+/* The index-th transport that was asked for with "?" and is not there: its name and why. KVX_E_NO_TRANSPORT: no more. */
+int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]);
 
 /* -- memory ------------------------------------------------------------------------------------ */
 int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, int *sys_errno_p);

@@ -227,6 +227,8 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
         {"tcp_threads", c->tcp_threads, 1, KVX_THREADS_MAX},
         {"tcp_streams", c->tcp_streams, 1, 64},
         {"tcp_port", c->tcp_port, 0, 65535},
+        {"hixl_port", c->hixl_port, 0, 65535},
+        {"hixl_engine_port", c->hixl_engine_port, 0, 65535},
         {"inflight_max", c->inflight_max, 1, 1u << 20},
         {"notify_max", c->notify_max, 1, 1u << 22},
         {"regions_max", c->regions_max, 1, 1u << 20},
@@ -253,8 +255,9 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
 
 static int config_take(kvx_core *core, const kvx_engine_config *config) {
     core->config = *config;
-    const char **fields[] = {&core->config.transports,     &core->config.socket_dir, &core->config.tcp_bind,
-                             &core->config.tcp_congestion, &core->config.fault_spec, &core->config.counters_path};
+    const char **fields[] = {&core->config.transports,     &core->config.socket_dir,  &core->config.tcp_bind,
+                             &core->config.tcp_congestion, &core->config.fault_spec,  &core->config.counters_path,
+                             &core->config.hixl_bind,      &core->config.hixl_options};
     size_t size = 0;
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
         size += (*fields[i] ? strlen(*fields[i]) : 0) + 1;
@@ -340,6 +343,22 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
     return KVX_OK;
 }
 
+/* One that this machine may not have. What it is configured wrongly for is an error all the same. */
+static int transport_try(kvx_core *core, const char *name, char *why, size_t why_size) {
+    kvx_unavailable *missing = &core->unavailable[core->unavailable_count];
+    int status = transport_open(core, name, why, why_size);
+    if (status < KVX_E_NOMEM || core->unavailable_count == KVX_TRANSPORTS_MAX) {
+        return status;
+    }
+    snprintf(missing->name, sizeof(missing->name), "%.31s", name);
+    snprintf(missing->why, sizeof(missing->why), "%s", why_size != 0 && why != NULL ? why : "");
+    core->unavailable_count++;
+    if (why_size != 0 && why != NULL) {
+        why[0] = '\0';
+    }
+    return KVX_OK;
+}
+
 static int transports_open(kvx_core *core, char *why, size_t why_size) {
     const char *list = core->config.transports;
     int status = KVX_OK;
@@ -355,7 +374,8 @@ static int transports_open(kvx_core *core, char *why, size_t why_size) {
         memcpy(name, list, length);
         name[length] = '\0';
         if (strcmp(name, "loop") != 0 && strcmp(name, "fault+loop") != 0) {
-            status = transport_open(core, name, why, why_size);
+            status = name[0] == '?' ? transport_try(core, name + 1, why, why_size)
+                                    : transport_open(core, name, why, why_size);
         }
         list += length;
         if (*list == ',' && *++list == '\0') {
@@ -546,5 +566,15 @@ int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *
         return KVX_E_NO_TRANSPORT;
     }
     *info_p = engine->core.slots[index].info;
+    return KVX_OK;
+}
+
+int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]) {
+    if (index >= engine->core.unavailable_count) {
+        return KVX_E_NO_TRANSPORT;
+    }
+    const kvx_unavailable *missing = &engine->core.unavailable[index];
+    snprintf(name, sizeof(missing->name), "%s", missing->name);
+    snprintf(why, sizeof(missing->why), "%s", missing->why);
     return KVX_OK;
 }

@@ -99,6 +99,11 @@ typedef struct op_box {
     struct op_box *next;
 } op_box;
 
+typedef struct kvx_unavailable {
+    char name[KVX_NAME_MAX];
+    char why[512];
+} kvx_unavailable;
+
 struct kvx_core {
     pthread_mutex_t lock;
     kvx_engine_config config;
@@ -109,6 +114,8 @@ struct kvx_core {
 
     kvx_slot slots[KVX_TRANSPORTS_MAX];
     uint32_t slot_count;
+    kvx_unavailable unavailable[KVX_TRANSPORTS_MAX];
+    uint32_t unavailable_count;
 
     kvx_ring ring;
     uint64_t next_id; /* of objects and tokens alike */

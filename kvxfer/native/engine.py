@@ -112,6 +112,7 @@ class Engine:
             raise TransportUnavailable(text, status=status, transport=",".join(config.transports))
         self._engine = engine_p[0]
         self.transports = tuple(self._transports())
+        self.unavailable = dict(self._unavailable())  # of those asked for with "?": name -> why
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -182,6 +183,13 @@ class Engine:
                     memory=info.memory,
                 )
             )
+        return found
+
+    def _unavailable(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        name, why = ffi.new("char[32]"), ffi.new("char[512]")
+        while lib.kvx_transport_unavailable(self._engine, len(found), name, why) == 0:
+            found.append((ffi.string(name).decode(), ffi.string(why).decode("utf-8", "replace")))
         return found
 
     # -- events -------------------------------------------------------------------------------------------

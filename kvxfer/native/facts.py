@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from kvxfer.config import Config
 
 MIB = 1 << 20
-TEXTS = ("socket_dir", "tcp_bind", "tcp_congestion", "fault_spec", "counters_path")
+TEXTS = ("socket_dir", "tcp_bind", "tcp_congestion", "fault_spec", "counters_path", "hixl_bind", "hixl_options")
 SAME_NUMBERS = (
     *("tcp_threads", "tcp_streams", "copy_threads", "inflight_max", "notify_max", "regions_max", "grants_max"),
     *("peers_max", "accepted_max", "segments_max", "inline_bytes_max", "nt_bytes_min", "chunk_bytes", "frame_bytes"),
 )
-NUMBERS = (*SAME_NUMBERS, "tcp_port", "connect_ms", "handshake_ms", "cancel_ms")
+NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
     *SAME_NUMBERS,
     *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir"),
@@ -90,6 +90,10 @@ class EngineConfig:
     tcp_congestion: str = "reno"
     tcp_threads: int = 2
     tcp_streams: int = 2
+    hixl_bind: str = "127.0.0.1"
+    hixl_port: int = 0
+    hixl_engine_port: int = 0
+    hixl_options: str = ""
     fault_spec: str = ""
     counters_path: str = ""
     copy_threads: int = 2
@@ -110,11 +114,13 @@ class EngineConfig:
     manual: bool = False  # `loop` moves only in `Engine.step`
     cross_memory_attach: bool = True
     hugepages: bool = True
+    device_ipc: bool = True  # map device memory of other processes of this host
 
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
-        return int(self.manual) | (0 if self.cross_memory_attach else 2) | (0 if self.hugepages else 4)
+        attach, huge, ipc = self.cross_memory_attach, self.hugepages, self.device_ipc
+        return int(self.manual) | (0 if attach else 2) | (0 if huge else 4) | (0 if ipc else 8)
 
     def fill(self, ffi: Any, native: Any) -> list[Any]:
         """Write into a ``kvx_engine_config``; the result keeps its strings alive."""
