@@ -162,8 +162,10 @@ class Config:
         pattern=r"[a-z_]+=[0-9.]+(,[a-z_]+=[0-9.]+)*",
         expects="name=value pairs separated by commas",
     )
-    inline_bytes_max: int = _size(32 * KIB, 0, 1 * MIB, "Copies up to this size run on the caller's thread.")
-    nt_bytes_min: int = _size(1 * MIB, 0, 1 * GIB, "Copies from this size on use non-temporal stores.")
+    inline_bytes_max: int = _size(
+        256 * KIB, 0, 1 * MIB, "Transfers up to this size are copied by the caller's thread (tcp: 128 KiB at most)."
+    )
+    nt_bytes_min: int = _size(128 * KIB, 0, 1 * GIB, "Copies from this size on use non-temporal stores.")
     chunk_bytes: int = _size(1 * MIB, 4 * KIB, 64 * MIB, "A running copy looks for its cancellation this often.")
     frame_bytes: int = _size(1 * MIB, 4 * KIB, 16 * MIB, "Largest payload of one data frame of the tcp transport.")
     inflight_max: int = _int(4096, 1, 1 << 20, "Live operations of one engine.")

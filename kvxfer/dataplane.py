@@ -47,6 +47,7 @@ Segments = npt.NDArray[np.uint64]
 WILDCARDS = ("0.0.0.0", "::")
 DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
 RESOLVES_MAX = 3
+SMALL_BYTES_MAX = 32 << 10
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +101,11 @@ class DataPlane:
         self._reach = Reach(engine, self._tasks, allowed)
         self._endpoints = _advertised(engine.transports, advertise)
         self._admission = Admission(config)
-        self._small_bytes = config.inline_bytes_max
+        # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
+        self._small_bytes = {
+            info.name: config.inline_bytes_max if info.same_host else min(config.inline_bytes_max, SMALL_BYTES_MAX)
+            for info in engine.transports
+        }
         self._window_bytes = min(config.window_bytes_max, config.inflight_bytes_max)
         self._in_line: dict[Permit, Work] = {}  # waiting for the peer's window
         self._full: deque[Work] = deque()  # admitted, but the engine had no room
@@ -290,7 +295,7 @@ class DataPlane:
     def _admit(self, work: Work) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
         size = work.part.size
-        if size > self._small_bytes:
+        if size > self._small_bytes[work.ready.route.info.name]:
             peer = work.ready.route.engine_id
             now = asyncio.get_running_loop().time()
             try:

@@ -104,8 +104,8 @@ class EngineConfig:
     peers_max: int = 1024
     accepted_max: int = 1024
     segments_max: int = 65536
-    inline_bytes_max: int = 32 * 1024
-    nt_bytes_min: int = MIB
+    inline_bytes_max: int = 256 * 1024
+    nt_bytes_min: int = 128 * 1024
     chunk_bytes: int = MIB
     frame_bytes: int = MIB
     connect_ms: int = 5000
