@@ -86,14 +86,15 @@ def test_a_missing_cross_compiler_is_an_error_that_says_what_to_install(
     ("setting", "value", "sentence"),
     [
         ("PYTHON_MIN", (99, 0), "needs Python 99.0 or newer"),
-        ("COMPILER", "no-such-compiler", "No C compiler"),
+        ("CC", "no-such-compiler", "No C compiler"),
+        ("CXX", "no-such-compiler", "No C++ compiler"),
     ],
 )
 def test_preflight_says_what_is_missing(
     setting: str, value: object, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if setting == "COMPILER":
-        monkeypatch.setenv("CC", str(value))
+    if setting in ("CC", "CXX"):
+        monkeypatch.setenv(setting, str(value))
     else:
         monkeypatch.setattr(preflight, setting, value)
     [problem] = list(preflight.problems())

@@ -29,6 +29,9 @@ def problems():
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:
         yield f"No C compiler: {compiler!r} is not on the PATH. On Debian and Ubuntu: apt-get install gcc libc6-dev"
+    plus = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if shutil.which(plus) is None:
+        yield f"No C++ compiler: {plus!r} is not on the PATH. On Debian and Ubuntu: apt-get install g++"
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     if not os.path.exists(header):
         yield f"Python's C headers are missing ({header}). On Debian and Ubuntu: apt-get install python3-dev"

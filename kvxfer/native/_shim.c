@@ -579,174 +579,485 @@ static void (*_cffi_call_python_org)(struct _cffi_externpy_s *, char *);
 /************************************************************/
 
 #include "api.h"
+#include "ascend.h"
 
 
 /************************************************************/
 
 static void *_cffi_types[] = {
-/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 26), // char const *()(int)
-/*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
+/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 75), // _Bool()(uint32_t)
+/*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, int *)
-/*  4 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_engine *
-/*  5 */ _CFFI_OP(_CFFI_OP_POINTER, 142), // kvx_alloc_args const *
-/*  6 */ _CFFI_OP(_CFFI_OP_POINTER, 150), // kvx_region_info *
-/*  7 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // int *
-/*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/*  9 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/* 10 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 11 */ _CFFI_OP(_CFFI_OP_POINTER, 153), // kvx_submit_args const *
-/* 12 */ _CFFI_OP(_CFFI_OP_POINTER, 152), // kvx_segment const *
-/* 13 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // uint64_t *
-/* 14 */ _CFFI_OP(_CFFI_OP_NOOP, 7),
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 147), // kvx_event *
-/* 16 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char *, char *)
-/* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 19 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
-/* 20 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // char *
-/* 21 */ _CFFI_OP(_CFFI_OP_NOOP, 20),
-/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 23 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
-/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 25 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 26 */ _CFFI_OP(_CFFI_OP_POINTER, 133), // char const *
-/* 27 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 29 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 30 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 31 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 32 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 33 */ _CFFI_OP(_CFFI_OP_POINTER, 157), // kvx_transport_info *
-/* 34 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 35 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t)
-/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 37 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
-/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 39 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 40 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 41 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 42 */ _CFFI_OP(_CFFI_OP_POINTER, 149), // kvx_import_info *
+/*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 14), // char const *()(int)
+/*  4 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
+/*  5 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/*  6 */ _CFFI_OP(_CFFI_OP_FUNCTION, 14), // char const *()(void)
+/*  7 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t *, uint32_t *)
+/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 13), // int32_t *
+/* 10 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // uint32_t *
+/* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 283), // char const *
+/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 323), // kvx_ascend_option const *
+/* 16 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 17 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // void * *
+/* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 283), // char *
+/* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
+/* 23 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 25 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 26 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 27 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, void * *, uint32_t *)
+/* 28 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 29 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 30 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 31 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 32 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t *, uint32_t *)
+/* 34 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 37 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t, int32_t *, uint32_t *)
+/* 39 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 40 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 41 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 42 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 43 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 45 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 46 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 47 */ _CFFI_OP(_CFFI_OP_POINTER, 151), // kvx_remote const *
-/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 45 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 46 */ _CFFI_OP(_CFFI_OP_ENUM, 0), // kvx_ascend_where
+/* 47 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
+/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 52 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 54 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 55 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
-/* 57 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 58 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 59 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 60 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 62 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 64 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
+/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 342), // void *
+/* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
+/* 58 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 60 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 63 */ _CFFI_OP(_CFFI_OP_POINTER, 47), // uint64_t *
+/* 64 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 68 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 69 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 70 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 71 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 72 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 73 */ _CFFI_OP(_CFFI_OP_POINTER, 148), // kvx_grant_info *
-/* 74 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 75 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
-/* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 77 */ _CFFI_OP(_CFFI_OP_POINTER, 161), // void *
-/* 78 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 6),
-/* 81 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 83 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine const *)
-/* 84 */ _CFFI_OP(_CFFI_OP_POINTER, 145), // kvx_engine const *
-/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 86 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 87 */ _CFFI_OP(_CFFI_OP_POINTER, 146), // kvx_engine_config const *
-/* 88 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // kvx_engine * *
-/* 89 */ _CFFI_OP(_CFFI_OP_NOOP, 20),
-/* 90 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
-/* 91 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 92 */ _CFFI_OP(_CFFI_OP_FUNCTION, 141), // int64_t()(kvx_engine *, uint64_t)
-/* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 95 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 96 */ _CFFI_OP(_CFFI_OP_FUNCTION, 143), // kvx_counters const *()(kvx_engine const *)
-/* 97 */ _CFFI_OP(_CFFI_OP_NOOP, 84),
-/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 101 */ _CFFI_OP(_CFFI_OP_NOOP, 15),
-/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 105 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 106 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 109 */ _CFFI_OP(_CFFI_OP_FUNCTION, 19), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 110 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 161), // void const *
-/* 112 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 113 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(kvx_engine *)
-/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 4),
-/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(uint64_t, uint64_t)
-/* 118 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 119 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 120 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 122 */ _CFFI_OP(_CFFI_OP_POINTER, 158), // uint8_t const *
-/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 124 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 158), // uint8_t *
-/* 126 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 161), // void()(void *, void const *, uint64_t, uint64_t)
-/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 77),
-/* 129 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 130 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 131 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 133 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 134 */ _CFFI_OP(_CFFI_OP_ARRAY, 133), // char[256]
-/* 135 */ (_cffi_opcode_t)(256),
-/* 136 */ _CFFI_OP(_CFFI_OP_ARRAY, 133), // char[32]
-/* 137 */ (_cffi_opcode_t)(32),
-/* 138 */ _CFFI_OP(_CFFI_OP_ARRAY, 136), // char[8][32]
-/* 139 */ (_cffi_opcode_t)(8),
-/* 140 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 141 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 142 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 143 */ _CFFI_OP(_CFFI_OP_POINTER, 144), // kvx_counters const *
-/* 144 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_counters
-/* 145 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_engine
-/* 146 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_engine_config
-/* 147 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_event
-/* 148 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_grant_info
-/* 149 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_import_info
-/* 150 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_region_info
-/* 151 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_remote
-/* 152 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_segment
-/* 153 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_submit_args
-/* 154 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_transport_counters
-/* 155 */ _CFFI_OP(_CFFI_OP_ARRAY, 154), // kvx_transport_counters[8]
-/* 156 */ (_cffi_opcode_t)(8),
-/* 157 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_transport_info
-/* 158 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 159 */ _CFFI_OP(_CFFI_OP_ARRAY, 158), // uint8_t[16]
-/* 160 */ (_cffi_opcode_t)(16),
-/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void * *, uint32_t *)
+/* 68 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 69 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 71 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, _Bool, uint32_t *)
+/* 73 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 74 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 75 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1), // _Bool
+/* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 320), // kvx_ascend_copy const *
+/* 82 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint32_t *)
+/* 86 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 88 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 91 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 92 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 93 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 96 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 97 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 342), // void const *
+/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, int *)
+/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // kvx_engine *
+/* 107 */ _CFFI_OP(_CFFI_OP_POINTER, 317), // kvx_alloc_args const *
+/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 331), // kvx_region_info *
+/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 112 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 334), // kvx_submit_args const *
+/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 333), // kvx_segment const *
+/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 116 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 117 */ _CFFI_OP(_CFFI_OP_POINTER, 328), // kvx_event *
+/* 118 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 119 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
+/* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 121 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 124 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 125 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
+/* 126 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 127 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 129 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 133 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 134 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 338), // kvx_transport_info *
+/* 136 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 138 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 140 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 141 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
+/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 143 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 144 */ _CFFI_OP(_CFFI_OP_POINTER, 330), // kvx_import_info *
+/* 145 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 146 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 147 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 148 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 149 */ _CFFI_OP(_CFFI_OP_POINTER, 332), // kvx_remote const *
+/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 151 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 152 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 154 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 155 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 157 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 159 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 160 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 162 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 165 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 166 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 167 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 170 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 171 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 172 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 173 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 174 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 175 */ _CFFI_OP(_CFFI_OP_POINTER, 329), // kvx_grant_info *
+/* 176 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 177 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
+/* 178 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 179 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 180 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 181 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 182 */ _CFFI_OP(_CFFI_OP_NOOP, 108),
+/* 183 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 184 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 186 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // kvx_engine const *
+/* 187 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 188 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 189 */ _CFFI_OP(_CFFI_OP_POINTER, 327), // kvx_engine_config const *
+/* 190 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
+/* 191 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 192 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 193 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 194 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 196 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 199 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 200 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 201 */ _CFFI_OP(_CFFI_OP_POINTER, 322), // kvx_ascend_op const *
+/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 204 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 205 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 206 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 207 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 208 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 209 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 210 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 212 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
+/* 213 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 215 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
+/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 218 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 219 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 223 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 224 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
+/* 226 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 227 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 230 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 231 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
+/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 233 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 234 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 235 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 236 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 237 */ _CFFI_OP(_CFFI_OP_FUNCTION, 316), // int64_t()(kvx_engine *, uint64_t)
+/* 238 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 239 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 241 */ _CFFI_OP(_CFFI_OP_FUNCTION, 318), // kvx_ascend_api const *()(char *, size_t)
+/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 243 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 324), // kvx_counters const *()(kvx_engine const *)
+/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 186),
+/* 247 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 248 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 249 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 117),
+/* 251 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 252 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 254 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 255 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 256 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 257 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 258 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 259 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 261 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 262 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 263 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(kvx_engine *)
+/* 264 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 265 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 266 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(uint64_t, uint64_t)
+/* 267 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 268 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 271 */ _CFFI_OP(_CFFI_OP_POINTER, 339), // uint8_t const *
+/* 272 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 273 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 274 */ _CFFI_OP(_CFFI_OP_POINTER, 339), // uint8_t *
+/* 275 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 276 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(void *, void const *, uint64_t, uint64_t)
+/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 279 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 280 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 282 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 283 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 284 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[256]
+/* 285 */ (_cffi_opcode_t)(256),
+/* 286 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[32]
+/* 287 */ (_cffi_opcode_t)(32),
+/* 288 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[64]
+/* 289 */ (_cffi_opcode_t)(64),
+/* 290 */ _CFFI_OP(_CFFI_OP_ARRAY, 286), // char[8][32]
+/* 291 */ (_cffi_opcode_t)(8),
+/* 292 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
+/* 293 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 294 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
+/* 295 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 296 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 297 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 298 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 299 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 300 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
+/* 301 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 302 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
+/* 303 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 304 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 305 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
+/* 306 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 307 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 308 */ _CFFI_OP(_CFFI_OP_POINTER, 197), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 309 */ _CFFI_OP(_CFFI_OP_POINTER, 206), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 310 */ _CFFI_OP(_CFFI_OP_POINTER, 212), // int(*)(void *, uint32_t *)
+/* 311 */ _CFFI_OP(_CFFI_OP_POINTER, 216), // int(*)(void *, void *, uint32_t *)
+/* 312 */ _CFFI_OP(_CFFI_OP_POINTER, 221), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 313 */ _CFFI_OP(_CFFI_OP_POINTER, 229), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 314 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
+/* 315 */ (_cffi_opcode_t)(3),
+/* 316 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 317 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 318 */ _CFFI_OP(_CFFI_OP_POINTER, 319), // kvx_ascend_api const *
+/* 319 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 320 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 321 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 322 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 323 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 324 */ _CFFI_OP(_CFFI_OP_POINTER, 325), // kvx_counters const *
+/* 325 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 326 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_engine
+/* 327 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine_config
+/* 328 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_event
+/* 329 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_grant_info
+/* 330 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_import_info
+/* 331 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_region_info
+/* 332 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_remote
+/* 333 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_segment
+/* 334 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_submit_args
+/* 335 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_transport_counters
+/* 336 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // kvx_transport_counters[8]
+/* 337 */ (_cffi_opcode_t)(8),
+/* 338 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_transport_info
+/* 339 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 340 */ _CFFI_OP(_CFFI_OP_ARRAY, 339), // uint8_t[16]
+/* 341 */ (_cffi_opcode_t)(16),
+/* 342 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
+
+static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HOST) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HOST) | 0);  /* check that KVX_ASCEND_HOST is an integer */
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_DEVICE(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_DEVICE) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_DEVICE) | 0);  /* check that KVX_ASCEND_DEVICE is an integer */
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_FOREIGN(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_FOREIGN) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_FOREIGN) | 0);  /* check that KVX_ASCEND_FOREIGN is an integer */
+  return n;
+}
+
+static kvx_ascend_api const * _cffi_d_kvx_ascend_get(char * x0, size_t x1)
+{
+  return kvx_ascend_get(x0, x1);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
+{
+  char * x0;
+  size_t x1;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  kvx_ascend_api const * result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+
+  if (!PyArg_UnpackTuple(args, "kvx_ascend_get", 2, 2, &arg0, &arg1))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(19), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(19), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, size_t);
+  if (x1 == (size_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_ascend_get(x0, x1); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(318));
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_ascend_get _cffi_d_kvx_ascend_get
+#endif
+
+static _Bool _cffi_d_kvx_ascend_latches(uint32_t x0)
+{
+  return kvx_ascend_latches(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_ascend_latches(PyObject *self, PyObject *arg0)
+{
+  uint32_t x0;
+  _Bool result;
+  PyObject *pyresult;
+
+  x0 = _cffi_to_c_int(arg0, uint32_t);
+  if (x0 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_ascend_latches(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c__Bool(result);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_ascend_latches _cffi_d_kvx_ascend_latches
+#endif
+
+static int _cffi_d_kvx_ascend_status(uint32_t x0)
+{
+  return kvx_ascend_status(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_ascend_status(PyObject *self, PyObject *arg0)
+{
+  uint32_t x0;
+  int result;
+  PyObject *pyresult;
+
+  x0 = _cffi_to_c_int(arg0, uint32_t);
+  if (x0 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_ascend_status(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_ascend_status _cffi_d_kvx_ascend_status
+#endif
 
 static int _cffi_d_kvx_cancel(kvx_engine * x0, uint64_t x1)
 {
@@ -769,10 +1080,10 @@ _cffi_f_kvx_cancel(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -819,19 +1130,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(77), arg0, (char **)&x0);
+      _cffi_type(54), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(77), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(54), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(111), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -886,10 +1197,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(111), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -926,10 +1237,10 @@ _cffi_f_kvx_engine_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -964,10 +1275,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(84), arg0, (char **)&x0);
+      _cffi_type(186), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(84), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(186), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -979,7 +1290,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(143));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(324));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1010,19 +1321,19 @@ _cffi_f_kvx_engine_drain(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(15), arg1, (char **)&x1);
+      _cffi_type(117), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(15), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(117), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1061,10 +1372,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(84), arg0, (char **)&x0);
+      _cffi_type(186), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(84), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(186), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1109,28 +1420,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(87), arg0, (char **)&x0);
+      _cffi_type(189), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(87), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(189), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(88), arg1, (char **)&x1);
+      _cffi_type(190), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(88), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(190), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(20), arg2, (char **)&x2);
+      _cffi_type(19), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(20), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1177,10 +1488,10 @@ _cffi_f_kvx_engine_step(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1221,10 +1532,10 @@ _cffi_f_kvx_engine_stop(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1265,10 +1576,10 @@ _cffi_f_kvx_grant_attached(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1321,10 +1632,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1346,10 +1657,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(73), arg5, (char **)&x5);
+      _cffi_type(175), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(73), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(175), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1392,10 +1703,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1405,10 +1716,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg2, (char **)&x2);
+      _cffi_type(63), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1451,10 +1762,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1464,10 +1775,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(42), arg2, (char **)&x2);
+      _cffi_type(144), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(42), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(144), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1508,10 +1819,10 @@ _cffi_f_kvx_import_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1558,10 +1869,10 @@ _cffi_f_kvx_import_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1612,19 +1923,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(122), arg0, (char **)&x0);
+      _cffi_type(271), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(271), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(111), arg1, (char **)&x1);
+      _cffi_type(101), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1634,10 +1945,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(125), arg3, (char **)&x3);
+      _cffi_type(274), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(125), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(274), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1682,37 +1993,37 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(5), arg1, (char **)&x1);
+      _cffi_type(107), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_alloc_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(5), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(107), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(6), arg2, (char **)&x2);
+      _cffi_type(108), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(6), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(108), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(7), arg3, (char **)&x3);
+      _cffi_type(109), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(7), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1759,10 +2070,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1772,28 +2083,28 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(47), arg2, (char **)&x2);
+      _cffi_type(149), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(47), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(149), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg3, (char **)&x3);
+      _cffi_type(63), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg4, (char **)&x4);
+      _cffi_type(63), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1842,19 +2153,19 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(77), arg1, (char **)&x1);
+      _cffi_type(54), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(77), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(54), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1868,19 +2179,19 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(6), arg4, (char **)&x4);
+      _cffi_type(108), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(6), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(108), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg5, (char **)&x5);
+      _cffi_type(63), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1923,10 +2234,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1936,10 +2247,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg2, (char **)&x2);
+      _cffi_type(63), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2022,10 +2333,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2039,10 +2350,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg3, (char **)&x3);
+      _cffi_type(63), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2085,10 +2396,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2098,10 +2409,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg2, (char **)&x2);
+      _cffi_type(63), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2148,10 +2459,10 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2161,28 +2472,28 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(26), arg2, (char **)&x2);
+      _cffi_type(14), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(26), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(14), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg3, (char **)&x3);
+      _cffi_type(63), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg4, (char **)&x4);
+      _cffi_type(63), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2225,7 +2536,7 @@ _cffi_f_kvx_status_name(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(26));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(14));
   return pyresult;
 }
 #else
@@ -2261,55 +2572,55 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(11), arg1, (char **)&x1);
+      _cffi_type(113), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_submit_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(11), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(113), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(12), arg2, (char **)&x2);
+      _cffi_type(114), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_segment const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(12), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(13), arg3, (char **)&x3);
+      _cffi_type(63), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(13), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(7), arg4, (char **)&x4);
+      _cffi_type(109), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(7), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(109), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(15), arg5, (char **)&x5);
+      _cffi_type(117), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(15), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(117), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2352,10 +2663,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2365,10 +2676,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(33), arg2, (char **)&x2);
+      _cffi_type(135), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(33), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(135), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2413,10 +2724,10 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(4), arg0, (char **)&x0);
+      _cffi_type(106), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(4), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2426,19 +2737,19 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(20), arg2, (char **)&x2);
+      _cffi_type(19), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(20), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(20), arg3, (char **)&x3);
+      _cffi_type(19), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(20), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(19), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2472,6 +2783,105 @@ static int _cffi_const_KVX_ALLOC_SPILL(unsigned long long *o)
   int n = (KVX_ALLOC_SPILL) <= 0;
   *o = (unsigned long long)((KVX_ALLOC_SPILL) | 0);  /* check that KVX_ALLOC_SPILL is an integer */
   if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_ABI_VERSION(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_ABI_VERSION) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_ABI_VERSION) | 0);  /* check that KVX_ASCEND_ABI_VERSION is an integer */
+  if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_ALIGNMENT(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_ALIGNMENT) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_ALIGNMENT) | 0);  /* check that KVX_ASCEND_ALIGNMENT is an integer */
+  if (!_cffi_check_int(*o, n, 2097152U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_COPIES_MAX(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_COPIES_MAX) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_COPIES_MAX) | 0);  /* check that KVX_ASCEND_COPIES_MAX is an integer */
+  if (!_cffi_check_int(*o, n, 4096U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_HAS_ADDRESS_RANGE(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HAS_ADDRESS_RANGE) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HAS_ADDRESS_RANGE) | 0);  /* check that KVX_ASCEND_HAS_ADDRESS_RANGE is an integer */
+  if (!_cffi_check_int(*o, n, 8U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_HAS_ASYNC_CONNECT(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HAS_ASYNC_CONNECT) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HAS_ASYNC_CONNECT) | 0);  /* check that KVX_ASCEND_HAS_ASYNC_CONNECT is an integer */
+  if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_HAS_BATCH_COPY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HAS_BATCH_COPY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HAS_BATCH_COPY) | 0);  /* check that KVX_ASCEND_HAS_BATCH_COPY is an integer */
+  if (!_cffi_check_int(*o, n, 16U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_HAS_BULK_STATUS(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HAS_BULK_STATUS) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HAS_BULK_STATUS) | 0);  /* check that KVX_ASCEND_HAS_BULK_STATUS is an integer */
+  if (!_cffi_check_int(*o, n, 2U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_HAS_CAPABILITY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_HAS_CAPABILITY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_HAS_CAPABILITY) | 0);  /* check that KVX_ASCEND_HAS_CAPABILITY is an integer */
+  if (!_cffi_check_int(*o, n, 4U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_IPC_KEY_MAX(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_IPC_KEY_MAX) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_IPC_KEY_MAX) | 0);  /* check that KVX_ASCEND_IPC_KEY_MAX is an integer */
+  if (!_cffi_check_int(*o, n, 65U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_REGIONS_MAX(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_REGIONS_MAX) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_REGIONS_MAX) | 0);  /* check that KVX_ASCEND_REGIONS_MAX is an integer */
+  if (!_cffi_check_int(*o, n, 253U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_TEXT_MAX(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_TEXT_MAX) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_TEXT_MAX) | 0);  /* check that KVX_ASCEND_TEXT_MAX is an integer */
+  if (!_cffi_check_int(*o, n, 256U))
     n |= 2;
   return n;
 }
@@ -2841,6 +3251,95 @@ static void _cffi_checkfld__kvx_alloc_args(kvx_alloc_args *p)
 struct _cffi_align__kvx_alloc_args { char x; kvx_alloc_args y; };
 
 _CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_ascend_api(kvx_ascend_api *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->abi_version) | 0);  /* check that 'kvx_ascend_api.abi_version' is an integer */
+  (void)((p->struct_size) | 0);  /* check that 'kvx_ascend_api.struct_size' is an integer */
+  { kvx_ascend_facts *tmp = &p->facts; (void)tmp; }
+  { int(* *tmp)(int32_t, uint32_t *) = &p->device_use; (void)tmp; }
+  { int(* *tmp)(int32_t, uint64_t *, uint64_t *, uint32_t *) = &p->device_info; (void)tmp; }
+  { int(* *tmp)(int32_t, uint32_t *) = &p->device_healthy; (void)tmp; }
+  { int(* *tmp)(int32_t, int32_t *, uint32_t *) = &p->device_physical; (void)tmp; }
+  { int(* *tmp)(int32_t, int32_t, int32_t *, uint32_t *) = &p->device_peer; (void)tmp; }
+  { int(* *tmp)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *) = &p->mem_alloc; (void)tmp; }
+  { int(* *tmp)(int32_t, kvx_ascend_where, void *, uint32_t *) = &p->mem_free; (void)tmp; }
+  { int(* *tmp)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *) = &p->mem_query; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, void const *, uint64_t, uint32_t *) = &p->copy; (void)tmp; }
+  { int(* *tmp)(int32_t, void * *, uint32_t *) = &p->stream_open; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, _Bool, uint32_t *) = &p->stream_close; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *) = &p->copy_batch; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_poll; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_abort; (void)tmp; }
+  { int(* *tmp)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *) = &p->ipc_export; (void)tmp; }
+  { int(* *tmp)(int32_t, char const *, void * *, uint32_t *) = &p->ipc_import; (void)tmp; }
+  { int(* *tmp)(int32_t, char const *, uint32_t *) = &p->ipc_close; (void)tmp; }
+  { int(* *tmp)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t) = &p->engine_open; (void)tmp; }
+  { int(* *tmp)(void *, uint32_t *) = &p->engine_close; (void)tmp; }
+  { int(* *tmp)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *) = &p->mem_register; (void)tmp; }
+  { int(* *tmp)(void *, void *, uint32_t *) = &p->mem_deregister; (void)tmp; }
+  { int(* *tmp)(void *, char const *, int32_t, uint32_t *) = &p->connect; (void)tmp; }
+  { int(* *tmp)(void *, char const *, int32_t, uint32_t *) = &p->disconnect; (void)tmp; }
+  { int(* *tmp)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *) = &p->submit; (void)tmp; }
+  { int(* *tmp)(void *, void *, uint32_t *) = &p->poll; (void)tmp; }
+  { char const *(* *tmp)(void) = &p->last_error; (void)tmp; }
+  { int(* *tmp)(int32_t, int32_t *, uint32_t *) = &p->capability; (void)tmp; }
+  { int(* *tmp)(int32_t *, uint32_t *) = &p->process_id; (void)tmp; }
+}
+struct _cffi_align__kvx_ascend_api { char x; kvx_ascend_api y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_ascend_copy(kvx_ascend_copy *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  { void * *tmp = &p->target; (void)tmp; }
+  { void const * *tmp = &p->source; (void)tmp; }
+  (void)((p->length) | 0);  /* check that 'kvx_ascend_copy.length' is an integer */
+}
+struct _cffi_align__kvx_ascend_copy { char x; kvx_ascend_copy y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_ascend_facts(kvx_ascend_facts *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->simulated) | 0);  /* check that 'kvx_ascend_facts.simulated' is an integer */
+  (void)((p->optional) | 0);  /* check that 'kvx_ascend_facts.optional' is an integer */
+  (void)((p->devices) | 0);  /* check that 'kvx_ascend_facts.devices' is an integer */
+  { int32_t(*tmp)[3] = &p->acl_version; (void)tmp; }
+  { char(*tmp)[256] = &p->soc; (void)tmp; }
+  { char(*tmp)[32] = &p->toolkit; (void)tmp; }
+  { char(*tmp)[64] = &p->reported; (void)tmp; }
+  { char(*tmp)[256] = &p->acl_path; (void)tmp; }
+  { char(*tmp)[256] = &p->meta_path; (void)tmp; }
+  { char(*tmp)[256] = &p->hixl_path; (void)tmp; }
+}
+struct _cffi_align__kvx_ascend_facts { char x; kvx_ascend_facts y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_ascend_op(kvx_ascend_op *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->local) | 0);  /* check that 'kvx_ascend_op.local' is an integer */
+  (void)((p->remote) | 0);  /* check that 'kvx_ascend_op.remote' is an integer */
+  (void)((p->length) | 0);  /* check that 'kvx_ascend_op.length' is an integer */
+}
+struct _cffi_align__kvx_ascend_op { char x; kvx_ascend_op y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_ascend_option(kvx_ascend_option *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  { char const * *tmp = &p->key; (void)tmp; }
+  { char const * *tmp = &p->value; (void)tmp; }
+}
+struct _cffi_align__kvx_ascend_option { char x; kvx_ascend_option y; };
+
+_CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_counters(kvx_counters *p)
 {
   /* only to generate compile-time warnings or errors */
@@ -3046,6 +3545,20 @@ struct _cffi_align__kvx_transport_info { char x; kvx_transport_info y; };
 static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ABI_VERSION", (void *)_cffi_const_KVX_ABI_VERSION, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ALLOC_SPILL", (void *)_cffi_const_KVX_ALLOC_SPILL, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_ABI_VERSION", (void *)_cffi_const_KVX_ASCEND_ABI_VERSION, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_ALIGNMENT", (void *)_cffi_const_KVX_ASCEND_ALIGNMENT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_COPIES_MAX", (void *)_cffi_const_KVX_ASCEND_COPIES_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_DEVICE", (void *)_cffi_const_KVX_ASCEND_DEVICE, _CFFI_OP(_CFFI_OP_ENUM, -1), (void *)0 },
+  { "KVX_ASCEND_FOREIGN", (void *)_cffi_const_KVX_ASCEND_FOREIGN, _CFFI_OP(_CFFI_OP_ENUM, -1), (void *)0 },
+  { "KVX_ASCEND_HAS_ADDRESS_RANGE", (void *)_cffi_const_KVX_ASCEND_HAS_ADDRESS_RANGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_HAS_ASYNC_CONNECT", (void *)_cffi_const_KVX_ASCEND_HAS_ASYNC_CONNECT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_HAS_BATCH_COPY", (void *)_cffi_const_KVX_ASCEND_HAS_BATCH_COPY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_HAS_BULK_STATUS", (void *)_cffi_const_KVX_ASCEND_HAS_BULK_STATUS, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_HAS_CAPABILITY", (void *)_cffi_const_KVX_ASCEND_HAS_CAPABILITY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_HOST", (void *)_cffi_const_KVX_ASCEND_HOST, _CFFI_OP(_CFFI_OP_ENUM, -1), (void *)0 },
+  { "KVX_ASCEND_IPC_KEY_MAX", (void *)_cffi_const_KVX_ASCEND_IPC_KEY_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_REGIONS_MAX", (void *)_cffi_const_KVX_ASCEND_REGIONS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_TEXT_MAX", (void *)_cffi_const_KVX_ASCEND_TEXT_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_CHECK", (void *)_cffi_const_KVX_CAP_CHECK, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_GET", (void *)_cffi_const_KVX_CAP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_INLINE", (void *)_cffi_const_KVX_CAP_INLINE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -3085,443 +3598,614 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_REGION_SPILLED", (void *)_cffi_const_KVX_REGION_SPILLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 35), (void *)_cffi_d_kvx_cancel },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 127), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 109), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 114), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 96), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 99), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 83), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 86), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 104), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 114), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 92), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 67), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 39), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 35), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 51), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_mac },
-  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 3), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 44), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 75), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 56), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 62), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 23), (void *)_cffi_d_kvx_peer_connect },
-  { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_status_name },
-  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 9), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 30), (void *)_cffi_d_kvx_transport_query },
-  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 17), (void *)_cffi_d_kvx_transport_unavailable },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 241), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 194), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_cancel },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 276), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 258), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 263), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 245), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 248), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 185), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 188), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 253), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 263), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 237), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 169), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 141), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 153), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 270), (void *)_cffi_d_kvx_mac },
+  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_mem_alloc },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 146), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 177), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 266), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 158), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 125), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
+  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_submit },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 132), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 119), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
   { "length", offsetof(kvx_alloc_args, length),
               sizeof(((kvx_alloc_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "kind", offsetof(kvx_alloc_args, kind),
             sizeof(((kvx_alloc_args *)0)->kind),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "device", offsetof(kvx_alloc_args, device),
               sizeof(((kvx_alloc_args *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 140) },
+              _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "numa_node", offsetof(kvx_alloc_args, numa_node),
                  sizeof(((kvx_alloc_args *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "flags", offsetof(kvx_alloc_args, flags),
              sizeof(((kvx_alloc_args *)0)->flags),
-             _CFFI_OP(_CFFI_OP_NOOP, 19) },
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "abi_version", offsetof(kvx_ascend_api, abi_version),
+                   sizeof(((kvx_ascend_api *)0)->abi_version),
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "struct_size", offsetof(kvx_ascend_api, struct_size),
+                   sizeof(((kvx_ascend_api *)0)->struct_size),
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "facts", offsetof(kvx_ascend_api, facts),
+             sizeof(((kvx_ascend_api *)0)->facts),
+             _CFFI_OP(_CFFI_OP_NOOP, 321) },
+  { "device_use", offsetof(kvx_ascend_api, device_use),
+                  sizeof(((kvx_ascend_api *)0)->device_use),
+                  _CFFI_OP(_CFFI_OP_NOOP, 300) },
+  { "device_info", offsetof(kvx_ascend_api, device_info),
+                   sizeof(((kvx_ascend_api *)0)->device_info),
+                   _CFFI_OP(_CFFI_OP_NOOP, 301) },
+  { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
+                      sizeof(((kvx_ascend_api *)0)->device_healthy),
+                      _CFFI_OP(_CFFI_OP_NOOP, 300) },
+  { "device_physical", offsetof(kvx_ascend_api, device_physical),
+                       sizeof(((kvx_ascend_api *)0)->device_physical),
+                       _CFFI_OP(_CFFI_OP_NOOP, 296) },
+  { "device_peer", offsetof(kvx_ascend_api, device_peer),
+                   sizeof(((kvx_ascend_api *)0)->device_peer),
+                   _CFFI_OP(_CFFI_OP_NOOP, 297) },
+  { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
+                 sizeof(((kvx_ascend_api *)0)->mem_alloc),
+                 _CFFI_OP(_CFFI_OP_NOOP, 298) },
+  { "mem_free", offsetof(kvx_ascend_api, mem_free),
+                sizeof(((kvx_ascend_api *)0)->mem_free),
+                _CFFI_OP(_CFFI_OP_NOOP, 299) },
+  { "mem_query", offsetof(kvx_ascend_api, mem_query),
+                 sizeof(((kvx_ascend_api *)0)->mem_query),
+                 _CFFI_OP(_CFFI_OP_NOOP, 313) },
+  { "copy", offsetof(kvx_ascend_api, copy),
+            sizeof(((kvx_ascend_api *)0)->copy),
+            _CFFI_OP(_CFFI_OP_NOOP, 307) },
+  { "stream_open", offsetof(kvx_ascend_api, stream_open),
+                   sizeof(((kvx_ascend_api *)0)->stream_open),
+                   _CFFI_OP(_CFFI_OP_NOOP, 302) },
+  { "stream_close", offsetof(kvx_ascend_api, stream_close),
+                    sizeof(((kvx_ascend_api *)0)->stream_close),
+                    _CFFI_OP(_CFFI_OP_NOOP, 303) },
+  { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
+                  sizeof(((kvx_ascend_api *)0)->copy_batch),
+                  _CFFI_OP(_CFFI_OP_NOOP, 304) },
+  { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
+                   sizeof(((kvx_ascend_api *)0)->stream_poll),
+                   _CFFI_OP(_CFFI_OP_NOOP, 305) },
+  { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
+                    sizeof(((kvx_ascend_api *)0)->stream_abort),
+                    _CFFI_OP(_CFFI_OP_NOOP, 305) },
+  { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
+                  sizeof(((kvx_ascend_api *)0)->ipc_export),
+                  _CFFI_OP(_CFFI_OP_NOOP, 306) },
+  { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
+                  sizeof(((kvx_ascend_api *)0)->ipc_import),
+                  _CFFI_OP(_CFFI_OP_NOOP, 295) },
+  { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
+                 sizeof(((kvx_ascend_api *)0)->ipc_close),
+                 _CFFI_OP(_CFFI_OP_NOOP, 294) },
+  { "engine_open", offsetof(kvx_ascend_api, engine_open),
+                   sizeof(((kvx_ascend_api *)0)->engine_open),
+                   _CFFI_OP(_CFFI_OP_NOOP, 293) },
+  { "engine_close", offsetof(kvx_ascend_api, engine_close),
+                    sizeof(((kvx_ascend_api *)0)->engine_close),
+                    _CFFI_OP(_CFFI_OP_NOOP, 310) },
+  { "mem_register", offsetof(kvx_ascend_api, mem_register),
+                    sizeof(((kvx_ascend_api *)0)->mem_register),
+                    _CFFI_OP(_CFFI_OP_NOOP, 312) },
+  { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
+                      sizeof(((kvx_ascend_api *)0)->mem_deregister),
+                      _CFFI_OP(_CFFI_OP_NOOP, 311) },
+  { "connect", offsetof(kvx_ascend_api, connect),
+               sizeof(((kvx_ascend_api *)0)->connect),
+               _CFFI_OP(_CFFI_OP_NOOP, 309) },
+  { "disconnect", offsetof(kvx_ascend_api, disconnect),
+                  sizeof(((kvx_ascend_api *)0)->disconnect),
+                  _CFFI_OP(_CFFI_OP_NOOP, 309) },
+  { "submit", offsetof(kvx_ascend_api, submit),
+              sizeof(((kvx_ascend_api *)0)->submit),
+              _CFFI_OP(_CFFI_OP_NOOP, 308) },
+  { "poll", offsetof(kvx_ascend_api, poll),
+            sizeof(((kvx_ascend_api *)0)->poll),
+            _CFFI_OP(_CFFI_OP_NOOP, 311) },
+  { "last_error", offsetof(kvx_ascend_api, last_error),
+                  sizeof(((kvx_ascend_api *)0)->last_error),
+                  _CFFI_OP(_CFFI_OP_NOOP, 282) },
+  { "capability", offsetof(kvx_ascend_api, capability),
+                  sizeof(((kvx_ascend_api *)0)->capability),
+                  _CFFI_OP(_CFFI_OP_NOOP, 296) },
+  { "process_id", offsetof(kvx_ascend_api, process_id),
+                  sizeof(((kvx_ascend_api *)0)->process_id),
+                  _CFFI_OP(_CFFI_OP_NOOP, 292) },
+  { "target", offsetof(kvx_ascend_copy, target),
+              sizeof(((kvx_ascend_copy *)0)->target),
+              _CFFI_OP(_CFFI_OP_NOOP, 54) },
+  { "source", offsetof(kvx_ascend_copy, source),
+              sizeof(((kvx_ascend_copy *)0)->source),
+              _CFFI_OP(_CFFI_OP_NOOP, 101) },
+  { "length", offsetof(kvx_ascend_copy, length),
+              sizeof(((kvx_ascend_copy *)0)->length),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "simulated", offsetof(kvx_ascend_facts, simulated),
+                 sizeof(((kvx_ascend_facts *)0)->simulated),
+                 _CFFI_OP(_CFFI_OP_NOOP, 75) },
+  { "optional", offsetof(kvx_ascend_facts, optional),
+                sizeof(((kvx_ascend_facts *)0)->optional),
+                _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "devices", offsetof(kvx_ascend_facts, devices),
+               sizeof(((kvx_ascend_facts *)0)->devices),
+               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "acl_version", offsetof(kvx_ascend_facts, acl_version),
+                   sizeof(((kvx_ascend_facts *)0)->acl_version),
+                   _CFFI_OP(_CFFI_OP_NOOP, 314) },
+  { "soc", offsetof(kvx_ascend_facts, soc),
+           sizeof(((kvx_ascend_facts *)0)->soc),
+           _CFFI_OP(_CFFI_OP_NOOP, 284) },
+  { "toolkit", offsetof(kvx_ascend_facts, toolkit),
+               sizeof(((kvx_ascend_facts *)0)->toolkit),
+               _CFFI_OP(_CFFI_OP_NOOP, 286) },
+  { "reported", offsetof(kvx_ascend_facts, reported),
+                sizeof(((kvx_ascend_facts *)0)->reported),
+                _CFFI_OP(_CFFI_OP_NOOP, 288) },
+  { "acl_path", offsetof(kvx_ascend_facts, acl_path),
+                sizeof(((kvx_ascend_facts *)0)->acl_path),
+                _CFFI_OP(_CFFI_OP_NOOP, 284) },
+  { "meta_path", offsetof(kvx_ascend_facts, meta_path),
+                 sizeof(((kvx_ascend_facts *)0)->meta_path),
+                 _CFFI_OP(_CFFI_OP_NOOP, 284) },
+  { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
+                 sizeof(((kvx_ascend_facts *)0)->hixl_path),
+                 _CFFI_OP(_CFFI_OP_NOOP, 284) },
+  { "local", offsetof(kvx_ascend_op, local),
+             sizeof(((kvx_ascend_op *)0)->local),
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "remote", offsetof(kvx_ascend_op, remote),
+              sizeof(((kvx_ascend_op *)0)->remote),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "length", offsetof(kvx_ascend_op, length),
+              sizeof(((kvx_ascend_op *)0)->length),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "key", offsetof(kvx_ascend_option, key),
+           sizeof(((kvx_ascend_option *)0)->key),
+           _CFFI_OP(_CFFI_OP_NOOP, 14) },
+  { "value", offsetof(kvx_ascend_option, value),
+             sizeof(((kvx_ascend_option *)0)->value),
+             _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "magic", offsetof(kvx_counters, magic),
              sizeof(((kvx_counters *)0)->magic),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "version", offsetof(kvx_counters, version),
                sizeof(((kvx_counters *)0)->version),
-               _CFFI_OP(_CFFI_OP_NOOP, 19) },
+               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "transports", offsetof(kvx_counters, transports),
                   sizeof(((kvx_counters *)0)->transports),
-                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "pid", offsetof(kvx_counters, pid),
            sizeof(((kvx_counters *)0)->pid),
-           _CFFI_OP(_CFFI_OP_NOOP, 37) },
+           _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "inflight", offsetof(kvx_counters, inflight),
                 sizeof(((kvx_counters *)0)->inflight),
-                _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "regions", offsetof(kvx_counters, regions),
                sizeof(((kvx_counters *)0)->regions),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "grants", offsetof(kvx_counters, grants),
               sizeof(((kvx_counters *)0)->grants),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "imports", offsetof(kvx_counters, imports),
                sizeof(((kvx_counters *)0)->imports),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "peers", offsetof(kvx_counters, peers),
              sizeof(((kvx_counters *)0)->peers),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "threads", offsetof(kvx_counters, threads),
                sizeof(((kvx_counters *)0)->threads),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "registered_bytes", offsetof(kvx_counters, registered_bytes),
                         sizeof(((kvx_counters *)0)->registered_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "quarantined_grants", offsetof(kvx_counters, quarantined_grants),
                           sizeof(((kvx_counters *)0)->quarantined_grants),
-                          _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 138) },
+             _CFFI_OP(_CFFI_OP_NOOP, 290) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 155) },
+           _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "flags", offsetof(kvx_engine_config, flags),
              sizeof(((kvx_engine_config *)0)->flags),
-             _CFFI_OP(_CFFI_OP_NOOP, 19) },
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "transports", offsetof(kvx_engine_config, transports),
                   sizeof(((kvx_engine_config *)0)->transports),
-                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "socket_dir", offsetof(kvx_engine_config, socket_dir),
                   sizeof(((kvx_engine_config *)0)->socket_dir),
-                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "tcp_bind", offsetof(kvx_engine_config, tcp_bind),
                 sizeof(((kvx_engine_config *)0)->tcp_bind),
-                _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "tcp_congestion", offsetof(kvx_engine_config, tcp_congestion),
                       sizeof(((kvx_engine_config *)0)->tcp_congestion),
-                      _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "fault_spec", offsetof(kvx_engine_config, fault_spec),
                   sizeof(((kvx_engine_config *)0)->fault_spec),
-                  _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "counters_path", offsetof(kvx_engine_config, counters_path),
                      sizeof(((kvx_engine_config *)0)->counters_path),
-                     _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "hixl_bind", offsetof(kvx_engine_config, hixl_bind),
                  sizeof(((kvx_engine_config *)0)->hixl_bind),
-                 _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "hixl_options", offsetof(kvx_engine_config, hixl_options),
                     sizeof(((kvx_engine_config *)0)->hixl_options),
-                    _CFFI_OP(_CFFI_OP_NOOP, 26) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "tcp_port", offsetof(kvx_engine_config, tcp_port),
                 sizeof(((kvx_engine_config *)0)->tcp_port),
-                _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "hixl_port", offsetof(kvx_engine_config, hixl_port),
                  sizeof(((kvx_engine_config *)0)->hixl_port),
-                 _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "hixl_engine_port", offsetof(kvx_engine_config, hixl_engine_port),
                         sizeof(((kvx_engine_config *)0)->hixl_engine_port),
-                        _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "copy_threads", offsetof(kvx_engine_config, copy_threads),
                     sizeof(((kvx_engine_config *)0)->copy_threads),
-                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "tcp_threads", offsetof(kvx_engine_config, tcp_threads),
                    sizeof(((kvx_engine_config *)0)->tcp_threads),
-                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "tcp_streams", offsetof(kvx_engine_config, tcp_streams),
                    sizeof(((kvx_engine_config *)0)->tcp_streams),
-                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "inflight_max", offsetof(kvx_engine_config, inflight_max),
                     sizeof(((kvx_engine_config *)0)->inflight_max),
-                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "notify_max", offsetof(kvx_engine_config, notify_max),
                   sizeof(((kvx_engine_config *)0)->notify_max),
-                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "regions_max", offsetof(kvx_engine_config, regions_max),
                    sizeof(((kvx_engine_config *)0)->regions_max),
-                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "grants_max", offsetof(kvx_engine_config, grants_max),
                   sizeof(((kvx_engine_config *)0)->grants_max),
-                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "peers_max", offsetof(kvx_engine_config, peers_max),
                  sizeof(((kvx_engine_config *)0)->peers_max),
-                 _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "accepted_max", offsetof(kvx_engine_config, accepted_max),
                     sizeof(((kvx_engine_config *)0)->accepted_max),
-                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "segments_max", offsetof(kvx_engine_config, segments_max),
                     sizeof(((kvx_engine_config *)0)->segments_max),
-                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "inline_bytes_max", offsetof(kvx_engine_config, inline_bytes_max),
                         sizeof(((kvx_engine_config *)0)->inline_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "nt_bytes_min", offsetof(kvx_engine_config, nt_bytes_min),
                     sizeof(((kvx_engine_config *)0)->nt_bytes_min),
-                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "chunk_bytes", offsetof(kvx_engine_config, chunk_bytes),
                    sizeof(((kvx_engine_config *)0)->chunk_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "frame_bytes", offsetof(kvx_engine_config, frame_bytes),
                    sizeof(((kvx_engine_config *)0)->frame_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "connect_ms", offsetof(kvx_engine_config, connect_ms),
                   sizeof(((kvx_engine_config *)0)->connect_ms),
-                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "handshake_ms", offsetof(kvx_engine_config, handshake_ms),
                     sizeof(((kvx_engine_config *)0)->handshake_ms),
-                    _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "cancel_ms", offsetof(kvx_engine_config, cancel_ms),
                  sizeof(((kvx_engine_config *)0)->cancel_ms),
-                 _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 159) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "status", offsetof(kvx_event, status),
               sizeof(((kvx_event *)0)->status),
-              _CFFI_OP(_CFFI_OP_NOOP, 140) },
+              _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "token", offsetof(kvx_event, token),
              sizeof(((kvx_event *)0)->token),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "id", offsetof(kvx_event, id),
           sizeof(((kvx_event *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 37) },
+          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "tag", offsetof(kvx_event, tag),
            sizeof(((kvx_event *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 37) },
+           _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "value", offsetof(kvx_event, value),
              sizeof(((kvx_event *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "bytes", offsetof(kvx_event, bytes),
              sizeof(((kvx_event *)0)->bytes),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "sys_errno", offsetof(kvx_event, sys_errno),
                  sizeof(((kvx_event *)0)->sys_errno),
-                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "segment", offsetof(kvx_event, segment),
                sizeof(((kvx_event *)0)->segment),
-               _CFFI_OP(_CFFI_OP_NOOP, 140) },
+               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "id", offsetof(kvx_grant_info, id),
           sizeof(((kvx_grant_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 37) },
+          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "generation", offsetof(kvx_grant_info, generation),
                   sizeof(((kvx_grant_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "length", offsetof(kvx_grant_info, length),
               sizeof(((kvx_grant_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "access", offsetof(kvx_grant_info, access),
               sizeof(((kvx_grant_info *)0)->access),
-              _CFFI_OP(_CFFI_OP_NOOP, 19) },
+              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 159) },
+           _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 37) },
+          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "address", offsetof(kvx_import_info, address),
                sizeof(((kvx_import_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "length", offsetof(kvx_import_info, length),
               sizeof(((kvx_import_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "access", offsetof(kvx_import_info, access),
               sizeof(((kvx_import_info *)0)->access),
-              _CFFI_OP(_CFFI_OP_NOOP, 19) },
+              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 37) },
+          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "generation", offsetof(kvx_region_info, generation),
                   sizeof(((kvx_region_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "address", offsetof(kvx_region_info, address),
                sizeof(((kvx_region_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "length", offsetof(kvx_region_info, length),
               sizeof(((kvx_region_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "flags", offsetof(kvx_region_info, flags),
              sizeof(((kvx_region_info *)0)->flags),
-             _CFFI_OP(_CFFI_OP_NOOP, 19) },
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "references", offsetof(kvx_region_info, references),
                   sizeof(((kvx_region_info *)0)->references),
-                  _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "numa_node", offsetof(kvx_region_info, numa_node),
                  sizeof(((kvx_region_info *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 140) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "kind", offsetof(kvx_region_info, kind),
             sizeof(((kvx_region_info *)0)->kind),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "device", offsetof(kvx_region_info, device),
               sizeof(((kvx_region_info *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 140) },
+              _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "grant", offsetof(kvx_remote, grant),
              sizeof(((kvx_remote *)0)->grant),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "generation", offsetof(kvx_remote, generation),
                   sizeof(((kvx_remote *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "length", offsetof(kvx_remote, length),
               sizeof(((kvx_remote *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "access", offsetof(kvx_remote, access),
               sizeof(((kvx_remote *)0)->access),
-              _CFFI_OP(_CFFI_OP_NOOP, 19) },
+              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 159) },
+           _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
-                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "remote_offset", offsetof(kvx_segment, remote_offset),
                      sizeof(((kvx_segment *)0)->remote_offset),
-                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "length", offsetof(kvx_segment, length),
               sizeof(((kvx_segment *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "kind", offsetof(kvx_submit_args, kind),
             sizeof(((kvx_submit_args *)0)->kind),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "flags", offsetof(kvx_submit_args, flags),
              sizeof(((kvx_submit_args *)0)->flags),
-             _CFFI_OP(_CFFI_OP_NOOP, 19) },
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "region", offsetof(kvx_submit_args, region),
               sizeof(((kvx_submit_args *)0)->region),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "import", offsetof(kvx_submit_args, import),
               sizeof(((kvx_submit_args *)0)->import),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "tag", offsetof(kvx_submit_args, tag),
            sizeof(((kvx_submit_args *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 37) },
+           _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "value", offsetof(kvx_submit_args, value),
              sizeof(((kvx_submit_args *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 37) },
+             _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "count", offsetof(kvx_submit_args, count),
              sizeof(((kvx_submit_args *)0)->count),
-             _CFFI_OP(_CFFI_OP_NOOP, 19) },
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "put_ops", offsetof(kvx_transport_counters, put_ops),
                sizeof(((kvx_transport_counters *)0)->put_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "get_ops", offsetof(kvx_transport_counters, get_ops),
                sizeof(((kvx_transport_counters *)0)->get_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "put_bytes", offsetof(kvx_transport_counters, put_bytes),
                  sizeof(((kvx_transport_counters *)0)->put_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "get_bytes", offsetof(kvx_transport_counters, get_bytes),
                  sizeof(((kvx_transport_counters *)0)->get_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "served_put_bytes", offsetof(kvx_transport_counters, served_put_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_put_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "served_get_bytes", offsetof(kvx_transport_counters, served_get_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_get_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "copied_bytes", offsetof(kvx_transport_counters, copied_bytes),
                     sizeof(((kvx_transport_counters *)0)->copied_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "mapped_bytes", offsetof(kvx_transport_counters, mapped_bytes),
                     sizeof(((kvx_transport_counters *)0)->mapped_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
-                _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "frames", offsetof(kvx_transport_counters, frames),
               sizeof(((kvx_transport_counters *)0)->frames),
-              _CFFI_OP(_CFFI_OP_NOOP, 37) },
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "inline_ops", offsetof(kvx_transport_counters, inline_ops),
                   sizeof(((kvx_transport_counters *)0)->inline_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "failed_ops", offsetof(kvx_transport_counters, failed_ops),
                   sizeof(((kvx_transport_counters *)0)->failed_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "cancelled_ops", offsetof(kvx_transport_counters, cancelled_ops),
                      sizeof(((kvx_transport_counters *)0)->cancelled_ops),
-                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "refused", offsetof(kvx_transport_counters, refused),
                sizeof(((kvx_transport_counters *)0)->refused),
-               _CFFI_OP(_CFFI_OP_NOOP, 37) },
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "protocol_errors", offsetof(kvx_transport_counters, protocol_errors),
                        sizeof(((kvx_transport_counters *)0)->protocol_errors),
-                       _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "notifies_sent", offsetof(kvx_transport_counters, notifies_sent),
                      sizeof(((kvx_transport_counters *)0)->notifies_sent),
-                     _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "notifies_received", offsetof(kvx_transport_counters, notifies_received),
                          sizeof(((kvx_transport_counters *)0)->notifies_received),
-                         _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                         _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "peers_connected", offsetof(kvx_transport_counters, peers_connected),
                        sizeof(((kvx_transport_counters *)0)->peers_connected),
-                       _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "peers_accepted", offsetof(kvx_transport_counters, peers_accepted),
                       sizeof(((kvx_transport_counters *)0)->peers_accepted),
-                      _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "peers_lost", offsetof(kvx_transport_counters, peers_lost),
                   sizeof(((kvx_transport_counters *)0)->peers_lost),
-                  _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 136) },
+            _CFFI_OP(_CFFI_OP_NOOP, 286) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 134) },
+                _CFFI_OP(_CFFI_OP_NOOP, 284) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "rank", offsetof(kvx_transport_info, rank),
             sizeof(((kvx_transport_info *)0)->rank),
-            _CFFI_OP(_CFFI_OP_NOOP, 19) },
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "alignment", offsetof(kvx_transport_info, alignment),
                  sizeof(((kvx_transport_info *)0)->alignment),
-                 _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "region_bytes_max", offsetof(kvx_transport_info, region_bytes_max),
                         sizeof(((kvx_transport_info *)0)->region_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 37) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "copies_x100", offsetof(kvx_transport_info, copies_x100),
                    sizeof(((kvx_transport_info *)0)->copies_x100),
-                   _CFFI_OP(_CFFI_OP_NOOP, 19) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "memory", offsetof(kvx_transport_info, memory),
               sizeof(((kvx_transport_info *)0)->memory),
-              _CFFI_OP(_CFFI_OP_NOOP, 19) },
+              _CFFI_OP(_CFFI_OP_NOOP, 1) },
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 142, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 317, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_counters", 144, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 5, 14 },
-  { "kvx_engine", 145, _CFFI_F_OPAQUE,
+  { "kvx_ascend_api", 319, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 31 },
+  { "kvx_ascend_copy", 320, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 36, 3 },
+  { "kvx_ascend_facts", 321, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 39, 10 },
+  { "kvx_ascend_op", 322, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 49, 3 },
+  { "kvx_ascend_option", 323, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 52, 2 },
+  { "kvx_counters", 325, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 14 },
+  { "kvx_engine", 326, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 146, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 19, 31 },
-  { "kvx_event", 147, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 50, 9 },
-  { "kvx_grant_info", 148, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 59, 5 },
-  { "kvx_import_info", 149, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 64, 4 },
-  { "kvx_region_info", 150, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 68, 9 },
-  { "kvx_remote", 151, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 77, 5 },
-  { "kvx_segment", 152, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 82, 3 },
-  { "kvx_submit_args", 153, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 85, 7 },
-  { "kvx_transport_counters", 154, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 92, 20 },
-  { "kvx_transport_info", 157, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 112, 8 },
+  { "kvx_engine_config", 327, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 68, 31 },
+  { "kvx_event", 328, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 99, 9 },
+  { "kvx_grant_info", 329, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 108, 5 },
+  { "kvx_import_info", 330, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 113, 4 },
+  { "kvx_region_info", 331, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 117, 9 },
+  { "kvx_remote", 332, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 126, 5 },
+  { "kvx_segment", 333, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 131, 3 },
+  { "kvx_submit_args", 334, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 134, 7 },
+  { "kvx_transport_counters", 335, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 141, 20 },
+  { "kvx_transport_info", 338, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 161, 8 },
+};
+
+static const struct _cffi_enum_s _cffi_enums[] = {
+  { "kvx_ascend_where", 46, _cffi_prim_int(sizeof(kvx_ascend_where), ((kvx_ascend_where)-1) <= 0),
+    "KVX_ASCEND_HOST,KVX_ASCEND_DEVICE,KVX_ASCEND_FOREIGN" },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 142 },
-  { "kvx_counters", 144 },
-  { "kvx_engine", 145 },
-  { "kvx_engine_config", 146 },
-  { "kvx_event", 147 },
-  { "kvx_grant_info", 148 },
-  { "kvx_import_info", 149 },
-  { "kvx_region_info", 150 },
-  { "kvx_remote", 151 },
-  { "kvx_segment", 152 },
-  { "kvx_submit_args", 153 },
-  { "kvx_transport_counters", 154 },
-  { "kvx_transport_info", 157 },
+  { "kvx_alloc_args", 317 },
+  { "kvx_ascend_api", 319 },
+  { "kvx_ascend_copy", 320 },
+  { "kvx_ascend_facts", 321 },
+  { "kvx_ascend_op", 322 },
+  { "kvx_ascend_option", 323 },
+  { "kvx_ascend_where", 46 },
+  { "kvx_counters", 325 },
+  { "kvx_engine", 326 },
+  { "kvx_engine_config", 327 },
+  { "kvx_event", 328 },
+  { "kvx_grant_info", 329 },
+  { "kvx_import_info", 330 },
+  { "kvx_region_info", 331 },
+  { "kvx_remote", 332 },
+  { "kvx_segment", 333 },
+  { "kvx_submit_args", 334 },
+  { "kvx_transport_counters", 335 },
+  { "kvx_transport_info", 338 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -3529,14 +4213,14 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_globals,
   _cffi_fields,
   _cffi_struct_unions,
-  NULL,  /* no enums */
+  _cffi_enums,
   _cffi_typenames,
-  70,  /* num_globals */
-  13,  /* num_struct_unions */
-  0,  /* num_enums */
-  13,  /* num_typenames */
+  87,  /* num_globals */
+  18,  /* num_struct_unions */
+  1,  /* num_enums */
+  19,  /* num_typenames */
   NULL,  /* no includes */
-  162,  /* num_types */
+  343,  /* num_types */
   0,  /* flags */
 };
 

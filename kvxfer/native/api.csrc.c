@@ -1,1 +1,2 @@
 #include "api.h"
+#include "ascend.h"

@@ -1,7 +1,7 @@
-"""Generates `_shim.c`, the bridge between Python and the native engine, from `api.cdef.h` and `api.csrc.c`.
+"""Generates `_shim.c`, the bridge between Python and the native engine, from the `*.cdef.h` and `api.csrc.c`.
 
 The generated file is committed, so building a wheel needs a C compiler and nothing else; a test compares it
-with a fresh one. Run ``python -m kvxfer.native.build_shim`` after a change of `api.cdef.h`.
+with a fresh one. Run ``python -m kvxfer.native.build_shim`` after a change of a `*.cdef.h`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 SHIM = HERE / "_shim.c"
+DECLARATIONS = ("api.cdef.h", "ascend.cdef.h")
 
 
 def generate() -> bytes:
@@ -19,7 +20,8 @@ def generate() -> bytes:
     from cffi import FFI
 
     ffi = FFI()
-    ffi.cdef((HERE / "api.cdef.h").read_text())
+    for name in DECLARATIONS:
+        ffi.cdef((HERE / name).read_text())
     ffi.set_source("kvxfer.native._shim", (HERE / "api.csrc.c").read_text())
     with TemporaryDirectory() as directory:
         target = Path(directory) / "_shim.c"

@@ -50,6 +50,15 @@ def compiler() -> str:
     return found
 
 
+def plus_compiler() -> str:
+    """For the C++ file, and to link: of the same make as the C compiler, as both bring a run time of the sanitizer."""
+    own = "clang++" if "clang" in Path(compiler()).name else "g++"
+    found = os.environ.get("CXX") or shutil.which(own) or shutil.which("c++")
+    if not found:
+        sys.exit("sanitize: no C++ compiler found; install g++ or set CXX")
+    return found
+
+
 def step(command: list[str]) -> None:
     """One call of the compiler; what it says is enough when it fails."""
     if subprocess.run(command, check=False).returncode:
@@ -61,21 +70,22 @@ def build(sanitizer: str) -> Path:
     folder = BUILD / sanitizer
     folder.mkdir(parents=True, exist_ok=True)
     sources = [path for path in sorted(NATIVE.glob("*.c")) if path.name not in ("_shim.c", "api.csrc.c")]
-    sources += sorted(HERE.glob("*.c"))
+    sources += [*sorted(NATIVE.glob("*.cc")), *sorted(HERE.glob("*.c"))]
     newest_header = max(path.stat().st_mtime for path in [*NATIVE.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
     flags = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-    flags += ["-O1", "-std=gnu11", "-pthread", f"-I{NATIVE}", *WARNINGS]
+    flags += ["-O1", "-pthread", f"-I{NATIVE}", *WARNINGS]
+    by_suffix = {".c": [compiler(), "-std=gnu11"], ".cc": [plus_compiler(), "-std=c++17"]}
 
     def compile_one(source: Path) -> Path:
         target = folder / (source.stem + ".o")
         if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
-            step([compiler(), *flags, "-c", str(source), "-o", str(target)])
+            step([*by_suffix[source.suffix], *flags, "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = list(pool.map(compile_one, sources))
     driver = folder / "driver"
-    step([compiler(), *flags, "-o", str(driver), *map(str, objects), "-ldl"])
+    step([plus_compiler(), *flags, "-o", str(driver), *map(str, objects), "-ldl"])
     return driver
 
 
