@@ -270,7 +270,7 @@ static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
         return status;
-    char fresh[KVX_ASCEND_IPC_KEY_MAX + 1] = "";
+    char fresh[KVX_ASCEND_IPC_KEY_MAX] = "";
     int raw = ACL.aclrtIpcMemGetExportKey(memory, (size_t)length, fresh, KVX_ASCEND_IPC_KEY_MAX,
                                           pid == 0 ? IPC_ANY_PROCESS : 0);
     if (raw == 0 && pid != 0) {
@@ -280,9 +280,11 @@ static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid
     }
     kvx_ascend_leave(before);
     status = kvx_ascend_acl_status(raw, raw_p);
-    if (status == KVX_OK)
-        snprintf(key, KVX_ASCEND_IPC_KEY_MAX, "%s", fresh);
-    return status;
+    if (status != KVX_OK)
+        return status;
+    fresh[KVX_ASCEND_IPC_KEY_MAX - 1] = 0;
+    memcpy(key, fresh, KVX_ASCEND_IPC_KEY_MAX);
+    return KVX_OK;
 }
 
 static int ipc_import(int32_t device, const char *key, void **memory_p, uint32_t *raw_p) {

@@ -216,12 +216,6 @@ static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
 
 /* -- batches ----------------------------------------------------------------------------------------------------- */
 
-/* What the batch call refuses as a kind; it has taken nothing then. */
-static bool refused_as_a_kind(int raw) {
-    int status = kvx_ascend_status((uint32_t)raw);
-    return status == KVX_E_UNSUPPORTED || status == KVX_E_INVALID;
-}
-
 static int queue_one(stream *box, const kvx_ascend_copy *copy, int32_t direction) {
     size_t length = (size_t)copy->length;
     int raw = ACL.aclrtMemcpyAsync(copy->target, length, copy->source, length, direction, box->raw);
@@ -230,7 +224,8 @@ static int queue_one(stream *box, const kvx_ascend_copy *copy, int32_t direction
     return raw;
 }
 
-/* Queue `count` prepared copies that have `runs` runs of one direction each. */
+/* Queue `count` prepared copies that have `runs` runs of one direction each. A batch call that refuses the kind of copy
+ * has taken nothing. */
 static int queue_slice(stream *box, const int32_t *directions, size_t count, size_t runs) {
     uint32_t kinds = 0;
     for (size_t run = 0; run < runs; run++)
@@ -239,9 +234,11 @@ static int queue_slice(stream *box, const int32_t *directions, size_t count, siz
         size_t failed = 0;
         int raw = ACL.aclrtMemcpyBatchAsync(box->targets, box->lengths, box->sources, box->lengths, count,
                                             box->attributes, box->begins, runs, &failed, box->raw);
-        if (!refused_as_a_kind(raw))
+        int status = kvx_ascend_status((uint32_t)raw);
+        if (status == KVX_E_UNSUPPORTED)
+            atomic_fetch_or(&batch_refused, kinds);
+        else if (status != KVX_E_INVALID) /* which some versions say of a direction, and the loop says of the rest */
             return raw;
-        atomic_fetch_or(&batch_refused, kinds);
     }
     size_t run = 0;
     for (size_t index = 0; index < count; index++) {
