@@ -154,6 +154,19 @@ class Config:
     )
     copy_threads: int = _int(2, 1, 64, "Threads that copy for the shm transport.")
     hugepages: bool = _option("bool", True, "Use hugepages for allocated regions when the host has some.")
+    numa_node: str = _text(
+        "",
+        "NUMA node of the engine's threads: a number, or auto for that of the thread that opens it; empty: any.",
+        empty=True,
+        pattern=r"auto|[0-9]{1,3}",
+        expects="auto, or the number of a node of this host",
+    )
+    hbm_arena_bytes: int = _size(
+        256 * MIB, 2 * MIB, 1 << 40, "Device memory is taken from an accelerator's driver in blocks of this size."
+    )
+    pinned_arena_bytes: int = _size(
+        64 * MIB, 2 * MIB, 1 << 40, "The same for pinned host memory that an accelerator reaches."
+    )
     cross_memory_attach: bool = _option("bool", True, "Reach memory that others allocated by cross-memory attach.")
     fault_spec: str = _text(
         "",

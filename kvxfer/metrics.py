@@ -27,7 +27,10 @@ TOTALS = tuple(
     name for name in TransportCounters.__dataclass_fields__ if name not in ("name", "peers_connected", "peers_accepted")
 )
 TRANSPORT_LABELS_MAX = 16
-GAUGES = ("inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes", "quarantined_grants")
+GAUGES = (
+    *("inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes", "quarantined_grants"),
+    *("device_bytes", "arena_bytes", "spilled_bytes"),
+)
 
 log = logging.getLogger("kvxfer.metrics")
 
@@ -41,6 +44,7 @@ class EngineCounters:
         self._sources: dict[object, Callable[[], Counters]] = {}
         self._last: dict[object, Counters] = {}
         self._base: Totals = {}
+        self._spills_base = 0
         self.unreadable = 0
 
     def add(self, key: object, read: Callable[[], Counters]) -> None:
@@ -63,6 +67,7 @@ class EngineCounters:
         last = self._last.pop(key, None)
         if last is not None:
             _accumulate(self._base, last)
+            self._spills_base += last.spills
 
     def snapshot(self) -> tuple[Totals, dict[str, int]]:
         """(totals by transport and field, sums of gauges), over living engines and those that are gone."""
@@ -76,6 +81,10 @@ class EngineCounters:
             for name in GAUGES:
                 gauges[name] += getattr(counters, name)
         return totals, gauges
+
+    def spills(self) -> int:
+        """How often memory for a device was taken from the host instead: as of the last `snapshot`, never less."""
+        return self._spills_base + sum(counters.spills for counters in self._last.values())
 
     def read(self, key: object) -> Counters | None:
         """The newest snapshot of one engine; the last one when it cannot be read now."""
@@ -132,6 +141,8 @@ class _Collector(Collector):
         yield from _engine_totals(totals)
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"kvxfer_{name}", f"Engines of this node: {name.replace('_', ' ')}.", value)
+        text = "Allocations for a full device that pinned host memory took (spill='dram')."
+        yield CounterMetricFamily("kvxfer_spills", text, self._engines.spills())
         yield from _families(self._samples())
 
 

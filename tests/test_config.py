@@ -34,7 +34,10 @@ FINE = {
     ("data_advertise", ""),
     *(
         (name, "")
-        for name in ("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec")
+        for name in (
+            *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
+            "numa_node",
+        )
     ),
     ("tcp_congestion", "abc"),
     ("node_name", "9" * 39),

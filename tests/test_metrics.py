@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxfer.dataplane import Part
 from kvxfer.errors import ProtocolError
 from kvxfer.metrics import TOTALS, TRANSPORT_LABELS_MAX, Distribution, EngineCounters, Metrics, Sample, known_code
-from kvxfer.native.counters import Counters, TransportCounters
+from kvxfer.native.counters import CORE_FIELDS, Counters, TransportCounters
 from kvxfer.native.engine import OpKind
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
@@ -32,8 +32,7 @@ def row(name: str = "shm", **values: int) -> TransportCounters:
 
 
 def counters(*rows: TransportCounters, **gauges: int) -> Counters:
-    names = ("pid", "inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes")
-    zero = dict.fromkeys((*names, "quarantined_grants"), 0)
+    zero = dict.fromkeys(CORE_FIELDS, 0)
     return Counters(**(zero | gauges), transports=rows)
 
 

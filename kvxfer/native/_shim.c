@@ -599,12 +599,12 @@ static void *_cffi_types[] = {
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
 /* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 283), // char const *
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 323), // kvx_ascend_option const *
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 321), // char const *
+/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 361), // kvx_ascend_option const *
 /* 16 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 17 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // void * *
 /* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 283), // char *
+/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 321), // char *
 /* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
 /* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
@@ -639,7 +639,7 @@ static void *_cffi_types[] = {
 /* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 342), // void *
+/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // void *
 /* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
@@ -666,7 +666,7 @@ static void *_cffi_types[] = {
 /* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
 /* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 320), // kvx_ascend_copy const *
+/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 358), // kvx_ascend_copy const *
 /* 82 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
@@ -686,248 +686,290 @@ static void *_cffi_types[] = {
 /* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
 /* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 342), // void const *
+/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // void const *
 /* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, int *)
-/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // kvx_engine *
-/* 107 */ _CFFI_OP(_CFFI_OP_POINTER, 317), // kvx_alloc_args const *
-/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 331), // kvx_region_info *
-/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
+/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 365), // kvx_engine *
+/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 364), // kvx_device_info *
+/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 370), // kvx_mem_why *
 /* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
 /* 112 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 334), // kvx_submit_args const *
-/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 333), // kvx_segment const *
-/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 116 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 117 */ _CFFI_OP(_CFFI_OP_POINTER, 328), // kvx_event *
-/* 118 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 119 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
-/* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 121 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 123 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 124 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 125 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
-/* 126 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 127 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 129 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 133 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 134 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 338), // kvx_transport_info *
+/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 355), // kvx_alloc_args const *
+/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 371), // kvx_region_info *
+/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
+/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 372), // kvx_register_args const *
+/* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 114),
+/* 121 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 123 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 376), // kvx_submit_args const *
+/* 126 */ _CFFI_OP(_CFFI_OP_POINTER, 374), // kvx_segment const *
+/* 127 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 128 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 367), // kvx_event *
+/* 130 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
+/* 132 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 133 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 135 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
 /* 136 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
 /* 138 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 140 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 141 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 143 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 144 */ _CFFI_OP(_CFFI_OP_POINTER, 330), // kvx_import_info *
-/* 145 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 146 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 147 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 148 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 149 */ _CFFI_OP(_CFFI_OP_POINTER, 332), // kvx_remote const *
-/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 151 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 140 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 141 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 143 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 144 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 147 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_transport_info *
+/* 148 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 149 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 151 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 152 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
 /* 154 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 155 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 156 */ _CFFI_OP(_CFFI_OP_POINTER, 369), // kvx_import_info *
 /* 157 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
 /* 159 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 160 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 161 */ _CFFI_OP(_CFFI_OP_POINTER, 373), // kvx_remote const *
 /* 162 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 165 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 166 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 167 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 170 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 171 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 163 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 165 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 166 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 167 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 168 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 170 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 171 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 172 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 173 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 174 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 175 */ _CFFI_OP(_CFFI_OP_POINTER, 329), // kvx_grant_info *
-/* 176 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 177 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, void *, uint64_t, uint32_t, kvx_region_info *, uint64_t *)
-/* 178 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 179 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 180 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 181 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 182 */ _CFFI_OP(_CFFI_OP_NOOP, 108),
-/* 183 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 184 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 186 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // kvx_engine const *
-/* 187 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 188 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 189 */ _CFFI_OP(_CFFI_OP_POINTER, 327), // kvx_engine_config const *
-/* 190 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
-/* 191 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 192 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 193 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 194 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 173 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 174 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 176 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 177 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 178 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 179 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 181 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 182 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 184 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 185 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 186 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 187 */ _CFFI_OP(_CFFI_OP_POINTER, 368), // kvx_grant_info *
+/* 188 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 189 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
+/* 190 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 191 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 192 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 193 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 196 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 199 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 200 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 201 */ _CFFI_OP(_CFFI_OP_POINTER, 322), // kvx_ascend_op const *
-/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 204 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 205 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 206 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
-/* 207 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 208 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 209 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 210 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 212 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
-/* 213 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 215 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
-/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 218 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 219 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 223 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 224 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
+/* 196 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 198 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 199 */ _CFFI_OP(_CFFI_OP_POINTER, 365), // kvx_engine const *
+/* 200 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 201 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 202 */ _CFFI_OP(_CFFI_OP_POINTER, 366), // kvx_engine_config const *
+/* 203 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
+/* 204 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 206 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 207 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
+/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_space *
+/* 209 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
+/* 212 */ _CFFI_OP(_CFFI_OP_NOOP, 208),
+/* 213 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 214 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 215 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 217 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 218 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 219 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 221 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 360), // kvx_ascend_op const *
+/* 225 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 226 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
 /* 227 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 230 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 231 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
-/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 233 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 234 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 235 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 236 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 237 */ _CFFI_OP(_CFFI_OP_FUNCTION, 316), // int64_t()(kvx_engine *, uint64_t)
-/* 238 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 239 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 241 */ _CFFI_OP(_CFFI_OP_FUNCTION, 318), // kvx_ascend_api const *()(char *, size_t)
-/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 243 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 324), // kvx_counters const *()(kvx_engine const *)
-/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 186),
-/* 247 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 248 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 249 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 117),
-/* 251 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 252 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 254 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 255 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 256 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 257 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 258 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 259 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 261 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 262 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 263 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(kvx_engine *)
-/* 264 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 265 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 266 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(uint64_t, uint64_t)
-/* 267 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 268 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 271 */ _CFFI_OP(_CFFI_OP_POINTER, 339), // uint8_t const *
-/* 272 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 273 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 274 */ _CFFI_OP(_CFFI_OP_POINTER, 339), // uint8_t *
-/* 275 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 276 */ _CFFI_OP(_CFFI_OP_FUNCTION, 342), // void()(void *, void const *, uint64_t, uint64_t)
-/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 279 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 280 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 282 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
-/* 283 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 284 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[256]
-/* 285 */ (_cffi_opcode_t)(256),
-/* 286 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[32]
-/* 287 */ (_cffi_opcode_t)(32),
-/* 288 */ _CFFI_OP(_CFFI_OP_ARRAY, 283), // char[64]
-/* 289 */ (_cffi_opcode_t)(64),
-/* 290 */ _CFFI_OP(_CFFI_OP_ARRAY, 286), // char[8][32]
-/* 291 */ (_cffi_opcode_t)(8),
-/* 292 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
-/* 293 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 294 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
-/* 295 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 296 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 297 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 298 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 299 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 300 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
-/* 301 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 302 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
-/* 303 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 304 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 305 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
-/* 306 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 307 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 308 */ _CFFI_OP(_CFFI_OP_POINTER, 197), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 309 */ _CFFI_OP(_CFFI_OP_POINTER, 206), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 310 */ _CFFI_OP(_CFFI_OP_POINTER, 212), // int(*)(void *, uint32_t *)
-/* 311 */ _CFFI_OP(_CFFI_OP_POINTER, 216), // int(*)(void *, void *, uint32_t *)
-/* 312 */ _CFFI_OP(_CFFI_OP_POINTER, 221), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 313 */ _CFFI_OP(_CFFI_OP_POINTER, 229), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 314 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
-/* 315 */ (_cffi_opcode_t)(3),
-/* 316 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 317 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 318 */ _CFFI_OP(_CFFI_OP_POINTER, 319), // kvx_ascend_api const *
-/* 319 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 320 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 321 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 322 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 323 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 324 */ _CFFI_OP(_CFFI_OP_POINTER, 325), // kvx_counters const *
-/* 325 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 326 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_engine
-/* 327 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine_config
-/* 328 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_event
-/* 329 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_grant_info
-/* 330 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_import_info
-/* 331 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_region_info
-/* 332 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_remote
-/* 333 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_segment
-/* 334 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_submit_args
-/* 335 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_transport_counters
-/* 336 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // kvx_transport_counters[8]
-/* 337 */ (_cffi_opcode_t)(8),
-/* 338 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_transport_info
-/* 339 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 340 */ _CFFI_OP(_CFFI_OP_ARRAY, 339), // uint8_t[16]
-/* 341 */ (_cffi_opcode_t)(16),
-/* 342 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 230 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 232 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 233 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 234 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 235 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
+/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 237 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
+/* 240 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 241 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 243 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 245 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 247 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 248 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
+/* 249 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 251 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 252 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 253 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 254 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
+/* 255 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 256 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 257 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 259 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 260 */ _CFFI_OP(_CFFI_OP_FUNCTION, 354), // int64_t()(kvx_engine *, uint64_t)
+/* 261 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 262 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 263 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 264 */ _CFFI_OP(_CFFI_OP_FUNCTION, 356), // kvx_ascend_api const *()(char *, size_t)
+/* 265 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 266 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 267 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 268 */ _CFFI_OP(_CFFI_OP_FUNCTION, 362), // kvx_counters const *()(kvx_engine const *)
+/* 269 */ _CFFI_OP(_CFFI_OP_NOOP, 199),
+/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 271 */ _CFFI_OP(_CFFI_OP_FUNCTION, 208), // kvx_space *()(uint64_t)
+/* 272 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 274 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 275 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 276 */ _CFFI_OP(_CFFI_OP_NOOP, 129),
+/* 277 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 278 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 279 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 280 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 281 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 283 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 285 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(kvx_engine *)
+/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 291 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 292 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(kvx_space *)
+/* 293 */ _CFFI_OP(_CFFI_OP_NOOP, 208),
+/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 295 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 296 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_space const *
+/* 297 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 298 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 299 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 300 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 301 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(uint64_t)
+/* 302 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 303 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 304 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(uint64_t, uint64_t)
+/* 305 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 306 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 307 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 308 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 309 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // uint8_t const *
+/* 310 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 311 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 312 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // uint8_t *
+/* 313 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // void()(void *, void const *, uint64_t, uint64_t)
+/* 315 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 316 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 317 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 318 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 319 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 320 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 321 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 322 */ _CFFI_OP(_CFFI_OP_ARRAY, 321), // char[256]
+/* 323 */ (_cffi_opcode_t)(256),
+/* 324 */ _CFFI_OP(_CFFI_OP_ARRAY, 321), // char[32]
+/* 325 */ (_cffi_opcode_t)(32),
+/* 326 */ _CFFI_OP(_CFFI_OP_ARRAY, 321), // char[64]
+/* 327 */ (_cffi_opcode_t)(64),
+/* 328 */ _CFFI_OP(_CFFI_OP_ARRAY, 324), // char[8][32]
+/* 329 */ (_cffi_opcode_t)(8),
+/* 330 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
+/* 331 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 332 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
+/* 333 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 334 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 335 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 336 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 338 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
+/* 339 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 340 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
+/* 341 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 342 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 343 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
+/* 344 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 346 */ _CFFI_OP(_CFFI_OP_POINTER, 220), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 347 */ _CFFI_OP(_CFFI_OP_POINTER, 229), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 348 */ _CFFI_OP(_CFFI_OP_POINTER, 235), // int(*)(void *, uint32_t *)
+/* 349 */ _CFFI_OP(_CFFI_OP_POINTER, 239), // int(*)(void *, void *, uint32_t *)
+/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 244), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 252), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 352 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
+/* 353 */ (_cffi_opcode_t)(3),
+/* 354 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 355 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 357), // kvx_ascend_api const *
+/* 357 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 358 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 359 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 360 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 361 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 363), // kvx_counters const *
+/* 363 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 364 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
+/* 365 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
+/* 366 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
+/* 367 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
+/* 368 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
+/* 369 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
+/* 370 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
+/* 371 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
+/* 372 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
+/* 373 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
+/* 374 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
+/* 375 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
+/* 376 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
+/* 377 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
+/* 378 */ _CFFI_OP(_CFFI_OP_ARRAY, 377), // kvx_transport_counters[8]
+/* 379 */ (_cffi_opcode_t)(8),
+/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
+/* 381 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 382 */ _CFFI_OP(_CFFI_OP_ARRAY, 381), // uint8_t[16]
+/* 383 */ (_cffi_opcode_t)(16),
+/* 384 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -991,7 +1033,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(318));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(356));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1224,6 +1266,76 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_crc32c _cffi_d_kvx_crc32c
 #endif
 
+static int _cffi_d_kvx_device_query(kvx_engine * x0, int32_t x1, kvx_device_info * x2, kvx_mem_why * x3)
+{
+  return kvx_device_query(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_device_query(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  int32_t x1;
+  kvx_device_info * x2;
+  kvx_mem_why * x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_device_query", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(106), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, int32_t);
+  if (x1 == (int32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(108), arg2, (char **)&x2);
+  if (datasize != 0) {
+    x2 = ((size_t)datasize) <= 640 ? (kvx_device_info *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(108), arg2, (char **)&x2,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(109), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_device_query(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_device_query _cffi_d_kvx_device_query
+#endif
+
 static void _cffi_d_kvx_engine_close(kvx_engine * x0)
 {
   kvx_engine_close(x0);
@@ -1275,10 +1387,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(186), arg0, (char **)&x0);
+      _cffi_type(199), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(186), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(199), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1290,7 +1402,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(324));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(362));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1330,10 +1442,10 @@ _cffi_f_kvx_engine_drain(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(117), arg1, (char **)&x1);
+      _cffi_type(129), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(117), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1372,10 +1484,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(186), arg0, (char **)&x0);
+      _cffi_type(199), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(186), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(199), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1420,19 +1532,19 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(189), arg0, (char **)&x0);
+      _cffi_type(202), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(189), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(202), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(190), arg1, (char **)&x1);
+      _cffi_type(203), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(190), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(203), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1657,10 +1769,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(175), arg5, (char **)&x5);
+      _cffi_type(187), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(175), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(187), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1775,10 +1887,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(144), arg2, (char **)&x2);
+      _cffi_type(156), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(144), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(156), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1923,10 +2035,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(271), arg0, (char **)&x0);
+      _cffi_type(309), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(271), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(309), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1945,10 +2057,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(274), arg3, (char **)&x3);
+      _cffi_type(312), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(274), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(312), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1968,7 +2080,7 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_mac _cffi_d_kvx_mac
 #endif
 
-static int _cffi_d_kvx_mem_alloc(kvx_engine * x0, kvx_alloc_args const * x1, kvx_region_info * x2, int * x3)
+static int _cffi_d_kvx_mem_alloc(kvx_engine * x0, kvx_alloc_args const * x1, kvx_region_info * x2, kvx_mem_why * x3)
 {
   return kvx_mem_alloc(x0, x1, x2, x3);
 }
@@ -1979,7 +2091,7 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
   kvx_engine * x0;
   kvx_alloc_args const * x1;
   kvx_region_info * x2;
-  int * x3;
+  kvx_mem_why * x3;
   Py_ssize_t datasize;
   struct _cffi_freeme_s *large_args_free = NULL;
   int result;
@@ -2002,19 +2114,19 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(107), arg1, (char **)&x1);
+      _cffi_type(113), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_alloc_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(107), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(113), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(108), arg2, (char **)&x2);
+      _cffi_type(114), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(108), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2022,7 +2134,7 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
   datasize = _cffi_prepare_pointer_call_argument(
       _cffi_type(109), arg3, (char **)&x3);
   if (datasize != 0) {
-    x3 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
+    x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
     if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
@@ -2041,6 +2153,94 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
 }
 #else
 #  define _cffi_f_kvx_mem_alloc _cffi_d_kvx_mem_alloc
+#endif
+
+static int _cffi_d_kvx_mem_copy(kvx_engine * x0, uint64_t x1, uint64_t x2, void * x3, uint64_t x4, uint32_t x5, kvx_mem_why * x6)
+{
+  return kvx_mem_copy(x0, x1, x2, x3, x4, x5, x6);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint64_t x1;
+  uint64_t x2;
+  void * x3;
+  uint64_t x4;
+  uint32_t x5;
+  kvx_mem_why * x6;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+  PyObject *arg4;
+  PyObject *arg5;
+  PyObject *arg6;
+
+  if (!PyArg_UnpackTuple(args, "kvx_mem_copy", 7, 7, &arg0, &arg1, &arg2, &arg3, &arg4, &arg5, &arg6))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(106), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint64_t);
+  if (x2 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(54), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(54), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x4 = _cffi_to_c_int(arg4, uint64_t);
+  if (x4 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x5 = _cffi_to_c_int(arg5, uint32_t);
+  if (x5 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(109), arg6, (char **)&x6);
+  if (datasize != 0) {
+    x6 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(109), arg6, (char **)&x6,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_mem_copy(x0, x1, x2, x3, x4, x5, x6); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_mem_copy _cffi_d_kvx_mem_copy
 #endif
 
 static int _cffi_d_kvx_mem_import(kvx_engine * x0, uint64_t x1, kvx_remote const * x2, uint64_t * x3, uint64_t * x4)
@@ -2083,10 +2283,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(149), arg2, (char **)&x2);
+      _cffi_type(161), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(149), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(161), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2124,20 +2324,18 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_mem_import _cffi_d_kvx_mem_import
 #endif
 
-static int _cffi_d_kvx_mem_register(kvx_engine * x0, void * x1, uint64_t x2, uint32_t x3, kvx_region_info * x4, uint64_t * x5)
+static int _cffi_d_kvx_mem_register(kvx_engine * x0, kvx_register_args const * x1, kvx_region_info * x2, kvx_mem_why * x3)
 {
-  return kvx_mem_register(x0, x1, x2, x3, x4, x5);
+  return kvx_mem_register(x0, x1, x2, x3);
 }
 #ifndef PYPY_VERSION
 static PyObject *
 _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
 {
   kvx_engine * x0;
-  void * x1;
-  uint64_t x2;
-  uint32_t x3;
-  kvx_region_info * x4;
-  uint64_t * x5;
+  kvx_register_args const * x1;
+  kvx_region_info * x2;
+  kvx_mem_why * x3;
   Py_ssize_t datasize;
   struct _cffi_freeme_s *large_args_free = NULL;
   int result;
@@ -2146,10 +2344,8 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
   PyObject *arg1;
   PyObject *arg2;
   PyObject *arg3;
-  PyObject *arg4;
-  PyObject *arg5;
 
-  if (!PyArg_UnpackTuple(args, "kvx_mem_register", 6, 6, &arg0, &arg1, &arg2, &arg3, &arg4, &arg5))
+  if (!PyArg_UnpackTuple(args, "kvx_mem_register", 4, 4, &arg0, &arg1, &arg2, &arg3))
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
@@ -2162,43 +2358,35 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(54), arg1, (char **)&x1);
+      _cffi_type(119), arg1, (char **)&x1);
   if (datasize != 0) {
-    x1 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(54), arg1, (char **)&x1,
-            datasize, &large_args_free) < 0)
-      return NULL;
-  }
-
-  x2 = _cffi_to_c_int(arg2, uint64_t);
-  if (x2 == (uint64_t)-1 && PyErr_Occurred())
-    return NULL;
-
-  x3 = _cffi_to_c_int(arg3, uint32_t);
-  if (x3 == (uint32_t)-1 && PyErr_Occurred())
-    return NULL;
-
-  datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(108), arg4, (char **)&x4);
-  if (datasize != 0) {
-    x4 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(108), arg4, (char **)&x4,
+    x1 = ((size_t)datasize) <= 640 ? (kvx_register_args const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(119), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg5, (char **)&x5);
+      _cffi_type(114), arg2, (char **)&x2);
   if (datasize != 0) {
-    x5 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg5, (char **)&x5,
+    x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(109), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   Py_BEGIN_ALLOW_THREADS
   _cffi_restore_errno();
-  { result = kvx_mem_register(x0, x1, x2, x3, x4, x5); }
+  { result = kvx_mem_register(x0, x1, x2, x3); }
   _cffi_save_errno();
   Py_END_ALLOW_THREADS
 
@@ -2306,6 +2494,34 @@ _cffi_f_kvx_mem_unmap(PyObject *self, PyObject *args)
 }
 #else
 #  define _cffi_f_kvx_mem_unmap _cffi_d_kvx_mem_unmap
+#endif
+
+static void _cffi_d_kvx_mem_unview(uint64_t x0)
+{
+  kvx_mem_unview(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_mem_unview(PyObject *self, PyObject *arg0)
+{
+  uint64_t x0;
+
+  x0 = _cffi_to_c_int(arg0, uint64_t);
+  if (x0 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { kvx_mem_unview(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+#else
+#  define _cffi_f_kvx_mem_unview _cffi_d_kvx_mem_unview
 #endif
 
 static int _cffi_d_kvx_mem_viewed(kvx_engine * x0, uint64_t x1, uint32_t x2, uint64_t * x3)
@@ -2513,6 +2729,258 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_peer_connect _cffi_d_kvx_peer_connect
 #endif
 
+static void _cffi_d_kvx_space_close(kvx_space * x0)
+{
+  kvx_space_close(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_space_close(PyObject *self, PyObject *arg0)
+{
+  kvx_space * x0;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(208), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(208), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { kvx_space_close(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+#else
+#  define _cffi_f_kvx_space_close _cffi_d_kvx_space_close
+#endif
+
+static int _cffi_d_kvx_space_give(kvx_space * x0, uint64_t x1)
+{
+  return kvx_space_give(x0, x1);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_space_give(PyObject *self, PyObject *args)
+{
+  kvx_space * x0;
+  uint64_t x1;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+
+  if (!PyArg_UnpackTuple(args, "kvx_space_give", 2, 2, &arg0, &arg1))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(208), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(208), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_space_give(x0, x1); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_space_give _cffi_d_kvx_space_give
+#endif
+
+static kvx_space * _cffi_d_kvx_space_open(uint64_t x0)
+{
+  return kvx_space_open(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_space_open(PyObject *self, PyObject *arg0)
+{
+  uint64_t x0;
+  kvx_space * result;
+  PyObject *pyresult;
+
+  x0 = _cffi_to_c_int(arg0, uint64_t);
+  if (x0 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_space_open(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(208));
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_space_open _cffi_d_kvx_space_open
+#endif
+
+static void _cffi_d_kvx_space_query(kvx_space const * x0, uint64_t * x1, uint64_t * x2, uint32_t * x3)
+{
+  kvx_space_query(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_space_query(PyObject *self, PyObject *args)
+{
+  kvx_space const * x0;
+  uint64_t * x1;
+  uint64_t * x2;
+  uint32_t * x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_space_query", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(296), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_space const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(296), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(63), arg1, (char **)&x1);
+  if (datasize != 0) {
+    x1 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(63), arg1, (char **)&x1,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(63), arg2, (char **)&x2);
+  if (datasize != 0) {
+    x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(10), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (uint32_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(10), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { kvx_space_query(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+#else
+#  define _cffi_f_kvx_space_query _cffi_d_kvx_space_query
+#endif
+
+static int _cffi_d_kvx_space_take(kvx_space * x0, uint64_t x1, uint64_t x2, uint64_t * x3)
+{
+  return kvx_space_take(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_space_take(PyObject *self, PyObject *args)
+{
+  kvx_space * x0;
+  uint64_t x1;
+  uint64_t x2;
+  uint64_t * x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_space_take", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(208), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(208), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint64_t);
+  if (x2 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(63), arg3, (char **)&x3);
+  if (datasize != 0) {
+    x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_space_take(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_space_take _cffi_d_kvx_space_take
+#endif
+
 static char const * _cffi_d_kvx_status_name(int x0)
 {
   return kvx_status_name(x0);
@@ -2581,19 +3049,19 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(113), arg1, (char **)&x1);
+      _cffi_type(125), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_submit_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(113), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(114), arg2, (char **)&x2);
+      _cffi_type(126), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_segment const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(126), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2608,19 +3076,19 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg4, (char **)&x4);
+      _cffi_type(128), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(128), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(117), arg5, (char **)&x5);
+      _cffi_type(129), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(117), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(129), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2676,10 +3144,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(135), arg2, (char **)&x2);
+      _cffi_type(147), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(135), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(147), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3192,6 +3660,15 @@ static int _cffi_const_KVX_REGION_HUGE(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_REGION_NUMA_DENIED(unsigned long long *o)
+{
+  int n = (KVX_REGION_NUMA_DENIED) <= 0;
+  *o = (unsigned long long)((KVX_REGION_NUMA_DENIED) | 0);  /* check that KVX_REGION_NUMA_DENIED is an integer */
+  if (!_cffi_check_int(*o, n, 32U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_REGION_READ_ONLY(unsigned long long *o)
 {
   int n = (KVX_REGION_READ_ONLY) <= 0;
@@ -3215,6 +3692,15 @@ static int _cffi_const_KVX_REGION_SPILLED(unsigned long long *o)
   int n = (KVX_REGION_SPILLED) <= 0;
   *o = (unsigned long long)((KVX_REGION_SPILLED) | 0);  /* check that KVX_REGION_SPILLED is an integer */
   if (!_cffi_check_int(*o, n, 16U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_SPACE_GRAIN(unsigned long long *o)
+{
+  int n = (KVX_SPACE_GRAIN) <= 0;
+  *o = (unsigned long long)((KVX_SPACE_GRAIN) | 0);  /* check that KVX_SPACE_GRAIN is an integer */
+  if (!_cffi_check_int(*o, n, 512U))
     n |= 2;
   return n;
 }
@@ -3356,10 +3842,29 @@ static void _cffi_checkfld__kvx_counters(kvx_counters *p)
   (void)((p->threads) | 0);  /* check that 'kvx_counters.threads' is an integer */
   (void)((p->registered_bytes) | 0);  /* check that 'kvx_counters.registered_bytes' is an integer */
   (void)((p->quarantined_grants) | 0);  /* check that 'kvx_counters.quarantined_grants' is an integer */
+  (void)((p->device_bytes) | 0);  /* check that 'kvx_counters.device_bytes' is an integer */
+  (void)((p->arena_bytes) | 0);  /* check that 'kvx_counters.arena_bytes' is an integer */
+  (void)((p->spilled_bytes) | 0);  /* check that 'kvx_counters.spilled_bytes' is an integer */
+  (void)((p->spills) | 0);  /* check that 'kvx_counters.spills' is an integer */
   { char(*tmp)[8][32] = &p->names; (void)tmp; }
   { kvx_transport_counters(*tmp)[8] = &p->row; (void)tmp; }
 }
 struct _cffi_align__kvx_counters { char x; kvx_counters y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_device_info(kvx_device_info *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->free_bytes) | 0);  /* check that 'kvx_device_info.free_bytes' is an integer */
+  (void)((p->total_bytes) | 0);  /* check that 'kvx_device_info.total_bytes' is an integer */
+  (void)((p->arena_bytes) | 0);  /* check that 'kvx_device_info.arena_bytes' is an integer */
+  (void)((p->region_bytes) | 0);  /* check that 'kvx_device_info.region_bytes' is an integer */
+  (void)((p->registrations) | 0);  /* check that 'kvx_device_info.registrations' is an integer */
+  (void)((p->live_tokens) | 0);  /* check that 'kvx_device_info.live_tokens' is an integer */
+  (void)((p->physical) | 0);  /* check that 'kvx_device_info.physical' is an integer */
+}
+struct _cffi_align__kvx_device_info { char x; kvx_device_info y; };
 
 _CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_engine_config(kvx_engine_config *p)
@@ -3393,6 +3898,8 @@ static void _cffi_checkfld__kvx_engine_config(kvx_engine_config *p)
   (void)((p->nt_bytes_min) | 0);  /* check that 'kvx_engine_config.nt_bytes_min' is an integer */
   (void)((p->chunk_bytes) | 0);  /* check that 'kvx_engine_config.chunk_bytes' is an integer */
   (void)((p->frame_bytes) | 0);  /* check that 'kvx_engine_config.frame_bytes' is an integer */
+  (void)((p->hbm_arena_bytes) | 0);  /* check that 'kvx_engine_config.hbm_arena_bytes' is an integer */
+  (void)((p->pinned_arena_bytes) | 0);  /* check that 'kvx_engine_config.pinned_arena_bytes' is an integer */
   (void)((p->connect_ms) | 0);  /* check that 'kvx_engine_config.connect_ms' is an integer */
   (void)((p->handshake_ms) | 0);  /* check that 'kvx_engine_config.handshake_ms' is an integer */
   (void)((p->cancel_ms) | 0);  /* check that 'kvx_engine_config.cancel_ms' is an integer */
@@ -3443,6 +3950,22 @@ static void _cffi_checkfld__kvx_import_info(kvx_import_info *p)
 struct _cffi_align__kvx_import_info { char x; kvx_import_info y; };
 
 _CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_mem_why(kvx_mem_why *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->sys_errno) | 0);  /* check that 'kvx_mem_why.sys_errno' is an integer */
+  (void)((p->raw) | 0);  /* check that 'kvx_mem_why.raw' is an integer */
+  (void)((p->conflict) | 0);  /* check that 'kvx_mem_why.conflict' is an integer */
+  (void)((p->free_bytes) | 0);  /* check that 'kvx_mem_why.free_bytes' is an integer */
+  (void)((p->total_bytes) | 0);  /* check that 'kvx_mem_why.total_bytes' is an integer */
+  (void)((p->base) | 0);  /* check that 'kvx_mem_why.base' is an integer */
+  (void)((p->length) | 0);  /* check that 'kvx_mem_why.length' is an integer */
+  { char(*tmp)[256] = &p->text; (void)tmp; }
+}
+struct _cffi_align__kvx_mem_why { char x; kvx_mem_why y; };
+
+_CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_region_info(kvx_region_info *p)
 {
   /* only to generate compile-time warnings or errors */
@@ -3458,6 +3981,19 @@ static void _cffi_checkfld__kvx_region_info(kvx_region_info *p)
   (void)((p->device) | 0);  /* check that 'kvx_region_info.device' is an integer */
 }
 struct _cffi_align__kvx_region_info { char x; kvx_region_info y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_register_args(kvx_register_args *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->address) | 0);  /* check that 'kvx_register_args.address' is an integer */
+  (void)((p->length) | 0);  /* check that 'kvx_register_args.length' is an integer */
+  (void)((p->kind) | 0);  /* check that 'kvx_register_args.kind' is an integer */
+  (void)((p->device) | 0);  /* check that 'kvx_register_args.device' is an integer */
+  (void)((p->read_only) | 0);  /* check that 'kvx_register_args.read_only' is an integer */
+}
+struct _cffi_align__kvx_register_args { char x; kvx_register_args y; };
 
 _CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_remote(kvx_remote *p)
@@ -3593,43 +4129,53 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_READ", (void *)_cffi_const_KVX_READ, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_DEVICE", (void *)_cffi_const_KVX_REGION_DEVICE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_HUGE", (void *)_cffi_const_KVX_REGION_HUGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_REGION_NUMA_DENIED", (void *)_cffi_const_KVX_REGION_NUMA_DENIED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_READ_ONLY", (void *)_cffi_const_KVX_REGION_READ_ONLY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SHARED", (void *)_cffi_const_KVX_REGION_SHARED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SPILLED", (void *)_cffi_const_KVX_REGION_SPILLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_SPACE_GRAIN", (void *)_cffi_const_KVX_SPACE_GRAIN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 241), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 264), (void *)_cffi_d_kvx_ascend_get },
   { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
-  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 194), (void *)_cffi_d_kvx_ascend_status },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_cancel },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 276), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 258), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 263), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 245), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 248), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 185), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 188), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 253), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 263), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 237), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 169), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 141), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 153), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 270), (void *)_cffi_d_kvx_mac },
-  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 146), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 177), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 266), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 158), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 164), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 125), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 217), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 149), (void *)_cffi_d_kvx_cancel },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 314), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 284), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_device_query },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 289), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 268), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 274), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 198), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 201), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 279), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 289), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 260), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 181), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 176), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 153), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 149), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 165), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 308), (void *)_cffi_d_kvx_mac },
+  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mem_alloc },
+  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 189), (void *)_cffi_d_kvx_mem_copy },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 158), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 176), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 304), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 301), (void *)_cffi_d_kvx_mem_unview },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 176), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 292), (void *)_cffi_d_kvx_space_close },
+  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 207), (void *)_cffi_d_kvx_space_give },
+  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 271), (void *)_cffi_d_kvx_space_open },
+  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 295), (void *)_cffi_d_kvx_space_query },
+  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 211), (void *)_cffi_d_kvx_space_take },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
-  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 132), (void *)_cffi_d_kvx_transport_query },
-  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 119), (void *)_cffi_d_kvx_transport_unavailable },
+  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 123), (void *)_cffi_d_kvx_submit },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 144), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 131), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
@@ -3656,91 +4202,91 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 321) },
+             _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 300) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 338) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 301) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 339) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 300) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 338) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 296) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 334) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 297) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 335) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 298) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 299) },
+                _CFFI_OP(_CFFI_OP_NOOP, 337) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 313) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 351) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 307) },
+            _CFFI_OP(_CFFI_OP_NOOP, 345) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 302) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 303) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 341) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 304) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 305) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 343) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 305) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 343) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 306) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 344) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 295) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 333) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 294) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 332) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 293) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 331) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 310) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 348) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 312) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 350) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 311) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 309) },
+               _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 309) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 308) },
+              _CFFI_OP(_CFFI_OP_NOOP, 346) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 311) },
+            _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
-                  _CFFI_OP(_CFFI_OP_NOOP, 282) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 320) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 296) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 334) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 292) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 330) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
               _CFFI_OP(_CFFI_OP_NOOP, 54) },
@@ -3761,25 +4307,25 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 314) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 352) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
-           _CFFI_OP(_CFFI_OP_NOOP, 284) },
+           _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "toolkit", offsetof(kvx_ascend_facts, toolkit),
                sizeof(((kvx_ascend_facts *)0)->toolkit),
-               _CFFI_OP(_CFFI_OP_NOOP, 286) },
+               _CFFI_OP(_CFFI_OP_NOOP, 324) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 288) },
+                _CFFI_OP(_CFFI_OP_NOOP, 326) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
-                _CFFI_OP(_CFFI_OP_NOOP, 284) },
+                _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "meta_path", offsetof(kvx_ascend_facts, meta_path),
                  sizeof(((kvx_ascend_facts *)0)->meta_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 284) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
                  sizeof(((kvx_ascend_facts *)0)->hixl_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 284) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "local", offsetof(kvx_ascend_op, local),
              sizeof(((kvx_ascend_op *)0)->local),
              _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -3831,12 +4377,45 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "quarantined_grants", offsetof(kvx_counters, quarantined_grants),
                           sizeof(((kvx_counters *)0)->quarantined_grants),
                           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "device_bytes", offsetof(kvx_counters, device_bytes),
+                    sizeof(((kvx_counters *)0)->device_bytes),
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "arena_bytes", offsetof(kvx_counters, arena_bytes),
+                   sizeof(((kvx_counters *)0)->arena_bytes),
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "spilled_bytes", offsetof(kvx_counters, spilled_bytes),
+                     sizeof(((kvx_counters *)0)->spilled_bytes),
+                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "spills", offsetof(kvx_counters, spills),
+              sizeof(((kvx_counters *)0)->spills),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 290) },
+             _CFFI_OP(_CFFI_OP_NOOP, 328) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 336) },
+           _CFFI_OP(_CFFI_OP_NOOP, 378) },
+  { "free_bytes", offsetof(kvx_device_info, free_bytes),
+                  sizeof(((kvx_device_info *)0)->free_bytes),
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "total_bytes", offsetof(kvx_device_info, total_bytes),
+                   sizeof(((kvx_device_info *)0)->total_bytes),
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "arena_bytes", offsetof(kvx_device_info, arena_bytes),
+                   sizeof(((kvx_device_info *)0)->arena_bytes),
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "region_bytes", offsetof(kvx_device_info, region_bytes),
+                    sizeof(((kvx_device_info *)0)->region_bytes),
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "registrations", offsetof(kvx_device_info, registrations),
+                     sizeof(((kvx_device_info *)0)->registrations),
+                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "live_tokens", offsetof(kvx_device_info, live_tokens),
+                   sizeof(((kvx_device_info *)0)->live_tokens),
+                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "physical", offsetof(kvx_device_info, physical),
+                sizeof(((kvx_device_info *)0)->physical),
+                _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -3918,6 +4497,12 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "frame_bytes", offsetof(kvx_engine_config, frame_bytes),
                    sizeof(((kvx_engine_config *)0)->frame_bytes),
                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "hbm_arena_bytes", offsetof(kvx_engine_config, hbm_arena_bytes),
+                       sizeof(((kvx_engine_config *)0)->hbm_arena_bytes),
+                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "pinned_arena_bytes", offsetof(kvx_engine_config, pinned_arena_bytes),
+                          sizeof(((kvx_engine_config *)0)->pinned_arena_bytes),
+                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "connect_ms", offsetof(kvx_engine_config, connect_ms),
                   sizeof(((kvx_engine_config *)0)->connect_ms),
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -3929,7 +4514,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 340) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 382) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -3971,7 +4556,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 340) },
+           _CFFI_OP(_CFFI_OP_NOOP, 382) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -3984,6 +4569,30 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "access", offsetof(kvx_import_info, access),
               sizeof(((kvx_import_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "sys_errno", offsetof(kvx_mem_why, sys_errno),
+                 sizeof(((kvx_mem_why *)0)->sys_errno),
+                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
+  { "raw", offsetof(kvx_mem_why, raw),
+           sizeof(((kvx_mem_why *)0)->raw),
+           _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "conflict", offsetof(kvx_mem_why, conflict),
+                sizeof(((kvx_mem_why *)0)->conflict),
+                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "free_bytes", offsetof(kvx_mem_why, free_bytes),
+                  sizeof(((kvx_mem_why *)0)->free_bytes),
+                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "total_bytes", offsetof(kvx_mem_why, total_bytes),
+                   sizeof(((kvx_mem_why *)0)->total_bytes),
+                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "base", offsetof(kvx_mem_why, base),
+            sizeof(((kvx_mem_why *)0)->base),
+            _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "length", offsetof(kvx_mem_why, length),
+              sizeof(((kvx_mem_why *)0)->length),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "text", offsetof(kvx_mem_why, text),
+            sizeof(((kvx_mem_why *)0)->text),
+            _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4011,6 +4620,21 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "device", offsetof(kvx_region_info, device),
               sizeof(((kvx_region_info *)0)->device),
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
+  { "address", offsetof(kvx_register_args, address),
+               sizeof(((kvx_register_args *)0)->address),
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "length", offsetof(kvx_register_args, length),
+              sizeof(((kvx_register_args *)0)->length),
+              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "kind", offsetof(kvx_register_args, kind),
+            sizeof(((kvx_register_args *)0)->kind),
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "device", offsetof(kvx_register_args, device),
+              sizeof(((kvx_register_args *)0)->device),
+              _CFFI_OP(_CFFI_OP_NOOP, 13) },
+  { "read_only", offsetof(kvx_register_args, read_only),
+                 sizeof(((kvx_register_args *)0)->read_only),
+                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "grant", offsetof(kvx_remote, grant),
              sizeof(((kvx_remote *)0)->grant),
              _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4025,7 +4649,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 340) },
+           _CFFI_OP(_CFFI_OP_NOOP, 382) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4118,10 +4742,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 286) },
+            _CFFI_OP(_CFFI_OP_NOOP, 324) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 284) },
+                _CFFI_OP(_CFFI_OP_NOOP, 322) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4143,42 +4767,50 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 317, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 355, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 319, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_api", 357, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 31 },
-  { "kvx_ascend_copy", 320, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_copy", 358, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 36, 3 },
-  { "kvx_ascend_facts", 321, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_facts", 359, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 39, 10 },
-  { "kvx_ascend_op", 322, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_op", 360, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 49, 3 },
-  { "kvx_ascend_option", 323, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_option", 361, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 52, 2 },
-  { "kvx_counters", 325, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 14 },
-  { "kvx_engine", 326, _CFFI_F_OPAQUE,
+  { "kvx_counters", 363, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 18 },
+  { "kvx_device_info", 364, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 72, 7 },
+  { "kvx_engine", 365, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 327, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 68, 31 },
-  { "kvx_event", 328, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 99, 9 },
-  { "kvx_grant_info", 329, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 108, 5 },
-  { "kvx_import_info", 330, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 113, 4 },
-  { "kvx_region_info", 331, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 117, 9 },
-  { "kvx_remote", 332, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 126, 5 },
-  { "kvx_segment", 333, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 131, 3 },
-  { "kvx_submit_args", 334, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 134, 7 },
-  { "kvx_transport_counters", 335, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 141, 20 },
-  { "kvx_transport_info", 338, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 161, 8 },
+  { "kvx_engine_config", 366, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 79, 33 },
+  { "kvx_event", 367, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 112, 9 },
+  { "kvx_grant_info", 368, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 121, 5 },
+  { "kvx_import_info", 369, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 126, 4 },
+  { "kvx_mem_why", 370, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 130, 8 },
+  { "kvx_region_info", 371, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 138, 9 },
+  { "kvx_register_args", 372, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 147, 5 },
+  { "kvx_remote", 373, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 152, 5 },
+  { "kvx_segment", 374, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 157, 3 },
+  { "kvx_space", 375, _CFFI_F_OPAQUE,
+    (size_t)-1, -1, -1, 0 /* opaque */ },
+  { "kvx_submit_args", 376, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 160, 7 },
+  { "kvx_transport_counters", 377, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 167, 20 },
+  { "kvx_transport_info", 380, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 187, 8 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
@@ -4187,25 +4819,29 @@ static const struct _cffi_enum_s _cffi_enums[] = {
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 317 },
-  { "kvx_ascend_api", 319 },
-  { "kvx_ascend_copy", 320 },
-  { "kvx_ascend_facts", 321 },
-  { "kvx_ascend_op", 322 },
-  { "kvx_ascend_option", 323 },
+  { "kvx_alloc_args", 355 },
+  { "kvx_ascend_api", 357 },
+  { "kvx_ascend_copy", 358 },
+  { "kvx_ascend_facts", 359 },
+  { "kvx_ascend_op", 360 },
+  { "kvx_ascend_option", 361 },
   { "kvx_ascend_where", 46 },
-  { "kvx_counters", 325 },
-  { "kvx_engine", 326 },
-  { "kvx_engine_config", 327 },
-  { "kvx_event", 328 },
-  { "kvx_grant_info", 329 },
-  { "kvx_import_info", 330 },
-  { "kvx_region_info", 331 },
-  { "kvx_remote", 332 },
-  { "kvx_segment", 333 },
-  { "kvx_submit_args", 334 },
-  { "kvx_transport_counters", 335 },
-  { "kvx_transport_info", 338 },
+  { "kvx_counters", 363 },
+  { "kvx_device_info", 364 },
+  { "kvx_engine", 365 },
+  { "kvx_engine_config", 366 },
+  { "kvx_event", 367 },
+  { "kvx_grant_info", 368 },
+  { "kvx_import_info", 369 },
+  { "kvx_mem_why", 370 },
+  { "kvx_region_info", 371 },
+  { "kvx_register_args", 372 },
+  { "kvx_remote", 373 },
+  { "kvx_segment", 374 },
+  { "kvx_space", 375 },
+  { "kvx_submit_args", 376 },
+  { "kvx_transport_counters", 377 },
+  { "kvx_transport_info", 380 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -4215,12 +4851,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  87,  /* num_globals */
-  18,  /* num_struct_unions */
+  97,  /* num_globals */
+  22,  /* num_struct_unions */
   1,  /* num_enums */
-  19,  /* num_typenames */
+  23,  /* num_typenames */
   NULL,  /* no includes */
-  343,  /* num_types */
+  385,  /* num_types */
   0,  /* flags */
 };
 

@@ -27,11 +27,14 @@
 #define KVX_ALLOC_SPILL 1 /* no room for KVX_MEM_HBM: take KVX_MEM_PINNED, and say so (KVX_REGION_SPILLED) */
 
 /* kvx_region_info.flags */
-#define KVX_REGION_SHARED    1 /* backed by a memfd: peers on this host can map it */
-#define KVX_REGION_HUGE      2 /* hugepages are in use */
-#define KVX_REGION_READ_ONLY 4
-#define KVX_REGION_DEVICE    8  /* the CPU cannot touch it */
-#define KVX_REGION_SPILLED   16 /* asked for on a device, which was full */
+#define KVX_REGION_SHARED      1 /* backed by a memfd: peers on this host can map it */
+#define KVX_REGION_HUGE        2 /* hugepages are in use */
+#define KVX_REGION_READ_ONLY   4
+#define KVX_REGION_DEVICE      8  /* the CPU cannot touch it */
+#define KVX_REGION_SPILLED     16 /* asked for on a device, which was full */
+#define KVX_REGION_NUMA_DENIED 32 /* the NUMA node that was asked for could not be applied */
+
+#define KVX_SPACE_GRAIN 512 /* bytes; sizes and offsets inside an arena are multiples of it */
 
 /* kvx_transport_info.caps */
 #define KVX_CAP_PUT       1
@@ -84,17 +87,19 @@ typedef struct kvx_engine_config {
     uint32_t notify_max;        /* notifications not yet drained */
     uint32_t regions_max;
     uint32_t grants_max;
-    uint32_t peers_max;        /* outgoing peers */
-    uint32_t accepted_max;     /* incoming connections */
-    uint32_t segments_max;     /* segments in one submit */
-    uint64_t inline_bytes_max; /* at most this much is copied inside kvx_submit */
-    uint64_t nt_bytes_min;     /* copies from this size on use non-temporal stores */
-    uint64_t chunk_bytes;      /* cancellation is looked at this often */
-    uint64_t frame_bytes;      /* largest payload of one tcp frame */
-    uint32_t connect_ms;       /* a connect that takes longer fails */
-    uint32_t handshake_ms;     /* an accepted connection must have proved itself by then */
-    uint32_t cancel_ms;        /* a cancelled put that the peer does not settle resets the connection */
-    uint8_t engine_id[16];     /* random, names this engine to its peers */
+    uint32_t peers_max;          /* outgoing peers */
+    uint32_t accepted_max;       /* incoming connections */
+    uint32_t segments_max;       /* segments in one submit */
+    uint64_t inline_bytes_max;   /* at most this much is copied inside kvx_submit */
+    uint64_t nt_bytes_min;       /* copies from this size on use non-temporal stores */
+    uint64_t chunk_bytes;        /* cancellation is looked at this often */
+    uint64_t frame_bytes;        /* largest payload of one tcp frame */
+    uint64_t hbm_arena_bytes;    /* device memory is taken from its driver in blocks of this size, if there is room */
+    uint64_t pinned_arena_bytes; /* the same for pinned host memory */
+    uint32_t connect_ms;         /* a connect that takes longer fails */
+    uint32_t handshake_ms;       /* an accepted connection must have proved itself by then */
+    uint32_t cancel_ms;          /* a cancelled put that the peer does not settle resets the connection */
+    uint8_t engine_id[16];       /* random, names this engine to its peers */
 } kvx_engine_config;
 
 typedef struct kvx_transport_info {
@@ -112,9 +117,39 @@ typedef struct kvx_alloc_args {
     uint64_t length;
     uint32_t kind;     /* KVX_MEM_* */
     int32_t device;    /* of KVX_MEM_HBM and KVX_MEM_PINNED; -1 otherwise */
-    int32_t numa_node; /* of KVX_MEM_DRAM; -1 = not bound */
+    int32_t numa_node; /* of KVX_MEM_DRAM and KVX_MEM_PINNED; -1 = not bound */
     uint32_t flags;    /* KVX_ALLOC_* */
 } kvx_alloc_args;
+
+typedef struct kvx_register_args {
+    uint64_t address;
+    uint64_t length;
+    uint32_t kind;  /* KVX_MEM_* */
+    int32_t device; /* of KVX_MEM_HBM and KVX_MEM_PINNED; -1 otherwise */
+    uint32_t read_only;
+} kvx_register_args;
+
+/* What a failed call about memory knows beside its status. */
+typedef struct kvx_mem_why {
+    int32_t sys_errno;
+    uint32_t raw;         /* what the accelerator's library answered, 0 = nothing */
+    uint64_t conflict;    /* KVX_E_OVERLAP: the region in the way, 0 = unknown */
+    uint64_t free_bytes;  /* KVX_E_DEVICE_MEMORY: of the device, */
+    uint64_t total_bytes; /* 0 = unknown */
+    uint64_t base;        /* of kvx_mem_register: the allocation that the address lies in, */
+    uint64_t length;      /* 0 = unknown */
+    char text[256];       /* a sentence, "" = nothing to add */
+} kvx_mem_why;
+
+typedef struct kvx_device_info {
+    uint64_t free_bytes; /* of the device's memory */
+    uint64_t total_bytes;
+    uint64_t arena_bytes;   /* what this engine took of it, */
+    uint64_t region_bytes;  /* and what its regions use: registered ones included */
+    uint32_t registrations; /* arenas and registered memory, of at most 253 */
+    uint32_t live_tokens;   /* operations of ours on its regions */
+    int32_t physical;       /* number of the card in the host, -1 = unknown */
+} kvx_device_info;
 
 typedef struct kvx_region_info {
     uint64_t id;         /* never used again within an engine */
@@ -217,6 +252,10 @@ typedef struct kvx_counters {
     uint64_t threads;
     uint64_t registered_bytes;
     uint64_t quarantined_grants; /* revoked, not yet quiet */
+    uint64_t device_bytes;       /* of registered_bytes: on accelerators */
+    uint64_t arena_bytes;        /* taken from accelerators' drivers, pinned host memory included */
+    uint64_t spilled_bytes;      /* in regions that were meant for a device */
+    uint64_t spills;             /* how often; no gauge */
     char names[8][32];
     kvx_transport_counters row[8];
 } kvx_counters;
@@ -235,18 +274,26 @@ uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max);
 uint32_t kvx_engine_step(kvx_engine *engine, uint32_t index, uint32_t max);
 const kvx_counters *kvx_engine_counters(const kvx_engine *engine);
 int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *info_p);
-/* The index-th transport that was asked for with "?" and is not there: its name and why. KVX_E_NO_TRANSPORT: no more. */
+/* The index-th transport that was asked for with "?" and is not there: its name and why. KVX_E_NO_TRANSPORT: no more.
+ */
 int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]);
 
 /* -- memory ------------------------------------------------------------------------------------ */
-int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, int *sys_errno_p);
-int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
-                     uint64_t *conflict_p);
+/* why_p is zeroed first, and says more when the call fails; NULL is allowed. */
+int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, kvx_mem_why *why_p);
+int kvx_mem_register(kvx_engine *engine, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why_p);
+/* Copy between a region and memory of the caller, in steps of chunk_bytes; `write`: into the region. Blocks, from any
+ * thread; the region cannot be released meanwhile. KVX_E_CLOSED when the engine stops in between. */
+int kvx_mem_copy(kvx_engine *engine, uint64_t region, uint64_t offset, void *memory, uint64_t length, uint32_t write,
+                 kvx_mem_why *why_p);
+int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p, kvx_mem_why *why_p);
 int kvx_mem_release(kvx_engine *engine, uint64_t region, uint64_t *token_p);
 /* Python looks at this allocation (viewed = 1) or no longer does. The memory of a viewed one goes at its release like
  * any other, but its addresses stay mapped, to zeros, until kvx_mem_unmap: a late look must not end the process. */
 int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_t *mapped_length_p);
 void kvx_mem_unmap(uint64_t address, uint64_t mapped_length);
+/* The same for KVX_MEM_PINNED, whose bytes nobody else gets while they are looked at. */
+void kvx_mem_unview(uint64_t address);
 int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
                      kvx_grant_info *info_p);
 int kvx_grant_revoke(kvx_engine *engine, uint64_t grant, uint64_t *token_p);
@@ -274,6 +321,14 @@ int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segmen
 int kvx_cancel(kvx_engine *engine, uint64_t token);
 
 /* -- pure helpers, exposed for tests and for `doctor` ------------------------------------------------ */
+/* The allocator inside an arena, see space.h: KVX_E_DEVICE_MEMORY when nothing fits, KVX_E_INVALID for an offset that
+ * is not taken. */
+typedef struct kvx_space kvx_space;
+kvx_space *kvx_space_open(uint64_t length);
+void kvx_space_close(kvx_space *space);
+int kvx_space_take(kvx_space *space, uint64_t length, uint64_t alignment, uint64_t *offset_p);
+int kvx_space_give(kvx_space *space, uint64_t offset);
+void kvx_space_query(const kvx_space *space, uint64_t *taken_p, uint64_t *largest_p, uint32_t *extents_p);
 const char *kvx_status_name(int status);
 void kvx_copy(void *target, const void *source, uint64_t length, uint64_t nt_bytes_min);
 uint32_t kvx_crc32c(uint32_t seed, const void *data, uint64_t length);

@@ -239,6 +239,8 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
         {"inline_bytes_max", c->inline_bytes_max, 0, 1u << 30},
         {"chunk_bytes", c->chunk_bytes, 4096, 1u << 30},
         {"frame_bytes", c->frame_bytes, 4096, 1u << 30},
+        {"hbm_arena_bytes", c->hbm_arena_bytes, UINT64_C(2) << 20, UINT64_C(1) << 40},
+        {"pinned_arena_bytes", c->pinned_arena_bytes, UINT64_C(2) << 20, UINT64_C(1) << 40},
         {"connect_ms", c->connect_ms, 1, 3600000},
         {"handshake_ms", c->handshake_ms, 1, 3600000},
         {"cancel_ms", c->cancel_ms, 1, 3600000},

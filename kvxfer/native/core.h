@@ -56,7 +56,9 @@ typedef struct region_box {
     uint64_t mapped_length; /* 0: the memory is the caller's */
     bool viewed;            /* see kvx_mem_viewed; once releasing it only goes off */
     int32_t numa_node;
-    kvx_job job; /* gives the memory back */
+    struct kvx_arena *arena; /* of an accelerator's memory, see device_memory.h */
+    bool carved;             /* a part of an arena that the CPU reaches */
+    kvx_job job;             /* gives the memory back */
 } region_box;
 
 struct import_box;
@@ -121,8 +123,9 @@ struct kvx_core {
     uint64_t next_id; /* of objects and tokens alike */
     uint64_t generation_base;
     kvx_table regions, grants, peers, imports, ops;
-    uint32_t transfers; /* live tokens and undrained completions of transfers */
-    uint32_t notifies;  /* undrained */
+    struct kvx_arena *arenas; /* under the lock of device_memory.c */
+    uint32_t transfers;       /* live tokens and undrained completions of transfers */
+    uint32_t notifies;        /* undrained */
     bool notify_starved;
     op_box *free_first, *free_last; /* oldest first: a completed box is reused as late as possible */
     grant_box *grants_to_call;

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvxfer.errors import ProtocolError
 
 MAGIC = 0x4B565843544E5231
-VERSION = 1
+VERSION = 2
 TRANSPORTS_MAX = 8
 NAME_BYTES = 32
 
@@ -49,7 +49,7 @@ class TransportCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """One engine: gauges of the core, and a row per transport in the order of their index."""
+    """One engine: gauges of the core (``spills`` is a count), and a row per transport in the order of their index."""
 
     pid: int
     inflight: int
@@ -60,6 +60,10 @@ class Counters:
     threads: int
     registered_bytes: int
     quarantined_grants: int
+    device_bytes: int
+    arena_bytes: int
+    spilled_bytes: int
+    spills: int
     transports: tuple[TransportCounters, ...]
 
 

@@ -13,14 +13,17 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
+from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.counters import Counters, parse_counters
 from kvxfer.native.facts import (
     Caps,
+    DeviceInfo,
     EngineConfig,
     Event,
     EventKind,
@@ -30,6 +33,7 @@ from kvxfer.native.facts import (
     RegionInfo,
     TransportInfo,
 )
+from kvxfer.native.regions import check_length, not_addressable
 from kvxfer.native.status import Status, error_for
 from kvxfer.native.views import Views
 
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Caps",
     "Counters",
+    "DeviceInfo",
     "Engine",
     "EngineConfig",
     "Event",
@@ -86,10 +91,18 @@ class Engine:
         self._guests = 0  # calls from other threads that are inside C
         self._guests_left = threading.Condition()
         fork = _forks
-        self._views = Views(weakref.WeakMethod(self._forget_view), lib.kvx_mem_unmap, lambda: fork == _forks)
+
+        def same_process() -> bool:
+            return fork == _forks
+
+        self._views = Views(weakref.WeakMethod(self._forget_view), lib.kvx_mem_unmap, same_process)
+        # Pinned memory is a part of an arena: nobody else gets it while it is looked at.
+        self._pinned_views = Views(
+            weakref.WeakMethod(self._forget_view), lambda address, length: lib.kvx_mem_unview(address), same_process
+        )
         # A transport may share one mapping among imports, so what it blanked stays: addresses only, no memory.
         self._import_views = Views(
-            weakref.WeakMethod(self._forget_import_view), lambda address, length: None, lambda: fork == _forks
+            weakref.WeakMethod(self._forget_import_view), lambda address, length: None, same_process
         )
         self._events = ffi.new("kvx_event[]", DRAIN_MAX)
         self._args = ffi.new("kvx_submit_args *")
@@ -149,7 +162,10 @@ class Engine:
         self._close_native(engine)
 
     def _close_native(self, engine: Any) -> None:
-        self._views.close(lambda: self._import_views.close(lambda: lib.kvx_engine_close(engine)))
+        def end() -> None:
+            lib.kvx_engine_close(engine)
+
+        self._views.close(lambda: self._pinned_views.close(lambda: self._import_views.close(end)))
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and self._fork == _forks:
@@ -260,52 +276,94 @@ class Engine:
             self._guests -= 1
             self._guests_left.notify_all()
 
-    def alloc(self, length: int, numa_node: int | None = None) -> RegionInfo:
-        """Allocate ``length`` bytes of shareable memory, on hugepages if there are free ones. Callable from any thread.
-
-        Touches every page, so it takes about 0.3 s per GiB. Raises `ShmTooSmall`, `InvalidLength`, `TooLarge`.
-        """
-        _check_length(length)
-        info, errno_p = ffi.new("kvx_region_info *"), ffi.new("int *")
-        wanted = {"length": length, "device": -1, "numa_node": -1 if numa_node is None else numa_node}
-        args = ffi.new("kvx_alloc_args *", wanted)
+    @contextmanager
+    def _guest(self) -> Iterator[Any]:
         engine = self._enter()
         try:
-            status = lib.kvx_mem_alloc(engine, args, info, errno_p)
+            yield engine
         finally:
             self._leave()
-        if status != 0:
-            raise error_for(status, sys_errno=errno_p[0], what="alloc", length=length)
-        return _region(info)
 
-    def register(self, address: int, length: int, *, read_only: bool = False) -> RegionInfo:
+    def alloc(
+        self,
+        length: int,
+        numa_node: int | None = None,
+        *,
+        kind: MemoryKind = MemoryKind.DRAM,
+        device: int | None = None,
+        spill: bool = False,
+    ) -> RegionInfo:
+        """Allocate ``length`` bytes; without ``kind`` shareable memory of this host, on hugepages if there are free
+        ones. Callable from any thread.
+
+        Touches every page of host memory, so it takes about 0.3 s per GiB. Memory of a ``device`` keeps what was in it
+        before; with ``spill`` a full device is replaced by pinned host memory. Raises `ShmTooSmall`, `InvalidLength`,
+        `TooLarge`, `RegistrationError` and `TransportUnavailable`.
+        """
+        check_length(length)
+        node, where = -1 if numa_node is None else numa_node, -1 if device is None else device
+        with self._guest() as engine:
+            return regions.alloc(ffi, lib, engine, length, kind, where, node, spill)
+
+    def register(
+        self,
+        address: int,
+        length: int,
+        *,
+        read_only: bool = False,
+        kind: MemoryKind = MemoryKind.DRAM,
+        device: int | None = None,
+    ) -> RegionInfo:
         """Register memory that the caller keeps alive until `release` resolved. Callable from any thread.
 
         The same address, length and mode again gives the same region with one more reference; other overlaps raise
-        `OverlapError` with the id in ``fields["conflict"]``.
+        `OverlapError` with the id in ``fields["conflict"]``. Memory of a ``device`` must be a whole allocation, aligned
+        to 2 MiB: else `AlignmentError`.
         """
-        _check_length(length)
-        info, conflict_p = ffi.new("kvx_region_info *"), ffi.new("uint64_t *")
-        engine = self._enter()
-        try:
-            status = lib.kvx_mem_register(engine, ffi.cast("void *", address), length, read_only, info, conflict_p)
-        finally:
-            self._leave()
-        if status != 0:
-            conflict = conflict_p[0] if status == Status.OVERLAP else None
-            raise error_for(status, what="register", length=length, conflict=conflict)
-        return _region(info)
+        check_length(length)
+        check_length(address)
+        with self._guest() as engine:
+            return regions.register(
+                ffi, lib, engine, address, length, kind, -1 if device is None else device, read_only
+            )
+
+    def write(self, region: int, offset: int, data: Any) -> None:
+        """Copy a contiguous buffer into a region of any kind. Blocks; callable from any thread."""
+        check_length(offset)
+        with self._guest() as engine:
+            regions.copy(ffi, lib, engine, region, offset, data, write=True)
+
+    def read_into(self, region: int, offset: int, target: Any) -> None:
+        """Fill a writable, contiguous buffer from a region of any kind. Blocks; callable from any thread."""
+        check_length(offset)
+        with self._guest() as engine:
+            regions.copy(ffi, lib, engine, region, offset, target, write=False)
+
+    def read(self, region: int, offset: int, length: int) -> bytes:
+        """Bytes of a region of any kind. Blocks; callable from any thread."""
+        check_length(length)
+        target = bytearray(length)
+        self.read_into(region, offset, target)
+        return bytes(target)
+
+    def device(self, device: int) -> DeviceInfo:
+        """An accelerator as this engine sees it. Asks its driver; callable from any thread."""
+        with self._guest() as engine:
+            return regions.device_info(ffi, lib, engine, device)
 
     def buffer(self, region: RegionInfo) -> memoryview:
-        """The memory of an allocated region, writable. After `release` the view reads zeros."""
-        exporter = self._views.find(region.id)
+        """The memory of an allocated region, writable. After `release` the view reads zeros, or what was there."""
+        if region.on_device:
+            raise not_addressable(region)
+        views = self._views if region.shared else self._pinned_views
+        exporter = views.find(region.id)
         if exporter is None:
             length_p = ffi.new("uint64_t *")
             status = lib.kvx_mem_viewed(self._mine(), region.id, 1, length_p)
             if status != 0:
                 raise error_for(status, what="buffer", region=region.id)
             exporter = ffi.buffer(ffi.cast("char *", region.address), region.length)
-            self._views.add(region.id, exporter, region.address, length_p[0])
+            views.add(region.id, exporter, region.address, length_p[0])
         return memoryview(exporter)
 
     def _forget_view(self, region: int) -> bool:
@@ -325,8 +383,8 @@ class Engine:
 
     def grant(self, region: int, offset: int, length: int, access: int) -> GrantInfo:
         """Let peers reach a part of a region; ``access`` is 1 read, 2 write, 3 both. The key is new and random."""
-        _check_length(length)
-        _check_length(offset)
+        check_length(length)
+        check_length(offset)
         info = ffi.new("kvx_grant_info *")
         status = lib.kvx_grant_create(self._mine(), region, offset, length, access, info)
         if status != 0:
@@ -511,22 +569,3 @@ class Engine:
 
 
 _WITH_SEGMENT = frozenset((Status.LENGTH, Status.LOCAL_RANGE, Status.RANGE))
-
-
-def _check_length(value: int) -> None:
-    if not 0 <= value < 1 << 64:
-        raise error_for(Status.LENGTH, length=value if abs(value) < 1 << 80 else None)
-
-
-def _region(info: Any) -> RegionInfo:
-    return RegionInfo(
-        id=info.id,
-        generation=info.generation,
-        address=info.address,
-        length=info.length,
-        flags=info.flags,
-        references=info.references,
-        numa_node=info.numa_node,
-        kind=MemoryKind(info.kind),
-        device=info.device if info.device >= 0 else None,
-    )

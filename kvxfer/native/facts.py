@@ -17,6 +17,7 @@ TEXTS = ("socket_dir", "tcp_bind", "tcp_congestion", "fault_spec", "counters_pat
 SAME_NUMBERS = (
     *("tcp_threads", "tcp_streams", "copy_threads", "inflight_max", "notify_max", "regions_max", "grants_max"),
     *("peers_max", "accepted_max", "segments_max", "inline_bytes_max", "nt_bytes_min", "chunk_bytes", "frame_bytes"),
+    *("hbm_arena_bytes", "pinned_arena_bytes"),
 )
 NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
@@ -38,6 +39,11 @@ class MemoryKind(IntEnum):
     DRAM = 0
     HBM = 1
     PINNED = 2
+
+    @property
+    def word(self) -> str:
+        """For messages and descriptors' peers: where the bytes are."""
+        return ("dram", "hbm", "pinned dram")[self]
 
 
 class EventKind(IntEnum):
@@ -108,6 +114,8 @@ class EngineConfig:
     nt_bytes_min: int = 128 * 1024
     chunk_bytes: int = MIB
     frame_bytes: int = MIB
+    hbm_arena_bytes: int = 256 * MIB
+    pinned_arena_bytes: int = 64 * MIB
     connect_ms: int = 5000
     handshake_ms: int = 5000
     cancel_ms: int = 1000
@@ -242,6 +250,27 @@ class RegionInfo:
     def spilled(self) -> bool:
         """Asked for on a device, which was full: it is pinned host memory."""
         return bool(self.flags & 16)
+
+    @property
+    def numa(self) -> str:
+        """What became of the wish for a NUMA node: "none" was asked for, "bound", or "not applied"."""
+        return "not applied" if self.flags & 32 else "bound" if self.numa_node >= 0 else "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """One accelerator, all sizes in bytes. ``arena_bytes`` is what this engine took of its memory, ``region_bytes``
+    what its regions use (registered memory included); ``live_tokens``: operations of this engine on its regions now.
+    """
+
+    device: int
+    physical: int | None
+    free_bytes: int
+    total_bytes: int
+    arena_bytes: int
+    region_bytes: int
+    registrations: int
+    live_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,7 @@ bool kvx_grants_sweep(kvx_core *core) {
 
 /* -- accesses of peers ----------------------------------------------------------------------------------------- */
 
-int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p) {
+static int access_begin(kvx_core *core, uint64_t grant, uint64_t generation, bool devices, kvx_access *access_p) {
     kvx_lock(core);
     grant_box *box = kvx_table_get(&core->grants, grant);
     int status = KVX_OK;
@@ -204,6 +204,8 @@ int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_ac
         status = KVX_E_STALE;
     } else if (revoked(box)) {
         status = KVX_E_REVOKED;
+    } else if (!devices && (box->grant.region->flags & KVX_REGION_DEVICE)) {
+        status = KVX_E_UNSUPPORTED;
     } else {
         box->accesses++;
         access_p->grant = &box->grant;
@@ -212,6 +214,14 @@ int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_ac
     }
     kvx_unlock(core);
     return status;
+}
+
+int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p) {
+    return access_begin(core, grant, generation, false, access_p);
+}
+
+int kvx_access_begin_any(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p) {
+    return access_begin(core, grant, generation, true, access_p);
 }
 
 int kvx_access_allow(const kvx_access *access, uint32_t rights) {

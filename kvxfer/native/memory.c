@@ -1,9 +1,11 @@
-/* memory.c: regions. Allocation from memfds, registration of the caller's memory, release.
+/* memory.c: regions. Allocation from memfds and arenas, registration of the caller's memory, release.
  *
  * A region is in use by live ops of ours (pins: release is refused) and by grants (release revokes them and waits until
  * they are quiet). Only then do the transports forget it and the memory goes; the copy pool does that last step. */
 #define _GNU_SOURCE
 #include "core.h"
+#include "device_memory.h"
+#include "numa.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,7 +14,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifndef MFD_NOEXEC_SEAL
@@ -24,7 +25,6 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
-#define MPOL_BIND_MODE 2
 #define HUGE_BYTES     (UINT64_C(2) << 20)
 #define FALLOCATE_STEP (UINT64_C(256) << 20) /* an interrupted fallocate starts over: keep what is lost small */
 
@@ -49,10 +49,20 @@ static void info_fill(const region_box *box, kvx_region_info *info_p) {
 
 /* -- registration ------------------------------------------------------------------------------------------- */
 
+static void bytes_count(kvx_core *core, const kvx_region *region, uint64_t change) { /* modulo 2^64 */
+    __atomic_fetch_add(&core->counters->registered_bytes, change, __ATOMIC_RELAXED);
+    if (region->flags & KVX_REGION_DEVICE) {
+        __atomic_fetch_add(&core->counters->device_bytes, change, __ATOMIC_RELAXED);
+    }
+    if (region->flags & KVX_REGION_SPILLED) {
+        __atomic_fetch_add(&core->counters->spilled_bytes, change, __ATOMIC_RELAXED);
+    }
+}
+
 static void remove_locked(kvx_core *core, region_box *box) {
     kvx_table_remove(&core->regions, box->region.id);
     KVX_GAUGE(core, regions, core->regions.count);
-    __atomic_fetch_sub(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
+    bytes_count(core, &box->region, -box->region.length);
 }
 
 void kvx_mapping_drop(void *base, uint64_t length, bool viewed) {
@@ -73,15 +83,24 @@ static void box_free(region_box *box) {
 static void give_back(region_box *box) {
     if (box->mapped_length != 0) {
         kvx_mapping_drop(box->region.base, box->mapped_length, box->viewed);
+    } else if (box->arena != NULL && box->viewed) {
+        kvx_arena_haunt(box->arena, box->region.base);
+    } else if (box->arena != NULL) {
+        kvx_arena_give(box->arena, box->region.base);
     }
     box_free(box);
+}
+
+/* Allocated by us and within the CPU's reach. */
+static bool viewable(const region_box *box) {
+    return box->mapped_length != 0 || box->carved;
 }
 
 int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_t *mapped_length_p) {
     kvx_core *core = &engine->core;
     kvx_lock(core);
     region_box *box = viewed ? kvx_region_find(core, region) : kvx_table_get(&core->regions, region);
-    int status = box == NULL || box->mapped_length == 0 ? KVX_E_NO_REGION : KVX_OK;
+    int status = box == NULL || !viewable(box) ? KVX_E_NO_REGION : KVX_OK;
     if (status == KVX_OK) {
         box->viewed = viewed != 0;
         *mapped_length_p = box->mapped_length;
@@ -95,13 +114,15 @@ void kvx_mem_unmap(uint64_t address, uint64_t mapped_length) {
 }
 
 /* The registration of the same bytes that is there already, or one that overlaps, or NULL. */
-static region_box *overlapping(kvx_core *core, const uint8_t *base, uint64_t length) {
-    uintptr_t low = (uintptr_t)base;
+static region_box *overlapping(kvx_core *core, const kvx_register_args *args) {
+    const uint64_t low = args->address;
+    const int32_t device = args->kind == KVX_MEM_HBM ? args->device : -1;
     for (uint32_t i = 0; i < core->regions.capacity; i++) {
         region_box *box = core->regions.keys[i] ? core->regions.values[i] : NULL;
-        if (box != NULL) {
-            uintptr_t other = (uintptr_t)box->region.base;
-            if (low < other + box->region.length && other < low + length) {
+        /* Addresses of devices are numbers of their own. */
+        if (box != NULL && device == (box->region.flags & KVX_REGION_DEVICE ? box->region.device : -1)) {
+            uint64_t other = (uint64_t)(uintptr_t)box->region.base;
+            if (low < other + box->region.length && other < low + args->length) {
                 return box;
             }
         }
@@ -123,7 +144,7 @@ static int insert_locked(kvx_core *core, region_box *box) {
     box->region.generation = core->generation_base + box->region.id;
     kvx_table_put(&core->regions, box->region.id, box);
     KVX_GAUGE(core, regions, core->regions.count);
-    __atomic_fetch_add(&core->counters->registered_bytes, box->region.length, __ATOMIC_RELAXED);
+    bytes_count(core, &box->region, box->region.length);
     return KVX_OK;
 }
 
@@ -166,57 +187,92 @@ static int register_again(kvx_core *core, region_box *box, kvx_region_info *info
 
 /* A wrong address would end the process when a peer's bytes arrive; say it now. With MS_ASYNC the kernel only walks its
  * list of mappings, and reports holes. */
-static bool is_mapped(void *address, uint64_t length) {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    uintptr_t low = (uintptr_t)address & ~(page - 1);
-    return msync((void *)low, (uintptr_t)address + length - low, MS_ASYNC) == 0;
+static bool is_mapped(uint64_t address, uint64_t length) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t low = address & ~(page - 1);
+    return msync((void *)(uintptr_t)low, address + length - low, MS_ASYNC) == 0;
 }
 
-int kvx_mem_register(kvx_engine *engine, void *address, uint64_t length, uint32_t read_only, kvx_region_info *info_p,
-                     uint64_t *conflict_p) {
-    kvx_core *core = &engine->core;
+static kvx_mem_why *why_clear(kvx_mem_why *why_p, kvx_mem_why *ignored) {
+    kvx_mem_why *why = why_p != NULL ? why_p : ignored;
+    memset(why, 0, sizeof(*why));
+    return why;
+}
+
+static int register_check(const kvx_register_args *args, const kvx_region_info *info_p) {
     uint64_t end;
-    if (address == NULL || info_p == NULL) {
+    if (args == NULL || args->address == 0 || info_p == NULL || args->kind > KVX_MEM_PINNED ||
+        (args->kind == KVX_MEM_DRAM) != (args->device < 0)) {
         return KVX_E_INVALID;
     }
-    if (length == 0 || __builtin_add_overflow((uint64_t)(uintptr_t)address, length, &end) || end > UINTPTR_MAX) {
+    if (args->length == 0 || __builtin_add_overflow(args->address, args->length, &end) || end > UINTPTR_MAX) {
         return KVX_E_LENGTH;
     }
-    if (!is_mapped(address, length)) {
-        return KVX_E_INVALID;
+    return args->kind != KVX_MEM_HBM && !is_mapped(args->address, args->length) ? KVX_E_INVALID : KVX_OK;
+}
+
+/* With the lock held: the region that has these bytes already gets one more reference, or is in the way. KVX_PENDING:
+ * there is none. */
+static int register_known(kvx_core *core, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why) {
+    if (core->closing) {
+        return KVX_E_CLOSED;
     }
-    region_box *box = calloc(1, sizeof(*box));
-    if (box == NULL) {
-        return KVX_E_NOMEM;
+    region_box *other = overlapping(core, args);
+    if (other == NULL) {
+        return KVX_PENDING;
     }
-    box->region.base = address;
-    box->region.length = length;
+    const kvx_region *region = &other->region;
+    bool read_only = (region->flags & KVX_REGION_READ_ONLY) != 0;
+    bool same = (uint64_t)(uintptr_t)region->base == args->address && region->length == args->length &&
+                region->kind == args->kind && read_only == (args->read_only != 0) && !other->carved &&
+                other->state == REGION_LIVE;
+    if (!same) {
+        why->conflict = region->id;
+    }
+    return same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
+}
+
+static int register_new(kvx_core *core, region_box *box, const kvx_register_args *args, kvx_region_info *info_p,
+                        kvx_mem_why *why) {
+    int status = KVX_OK;
+    box->region.base = (uint8_t *)(uintptr_t)args->address;
+    box->region.length = args->length;
     box->region.memfd = -1;
-    box->region.flags = read_only ? KVX_REGION_READ_ONLY : 0;
     box->region.device = -1;
     box->numa_node = -1;
-    kvx_lock(core);
-    int status = core->closing ? KVX_E_CLOSED : KVX_OK;
-    region_box *other = status == KVX_OK ? overlapping(core, address, length) : NULL;
-    if (other != NULL) {
-        bool same = other->region.base == address && other->region.length == length &&
-                    (other->region.flags & KVX_REGION_READ_ONLY) == box->region.flags && other->state == REGION_LIVE;
-        status = same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
-        if (!same && conflict_p != NULL) {
-            *conflict_p = other->region.id;
-        }
-    } else if (status == KVX_OK) {
-        status = insert_locked(core, box);
+    if (args->kind != KVX_MEM_DRAM) {
+        status = kvx_arena_adopt(core, args, &box->region, &box->arena, why);
     }
-    kvx_unlock(core);
-    if (other == NULL && status == KVX_OK) {
-        status = announce(core, box, info_p);
-        if (status == KVX_OK) {
+    box->region.flags |= args->read_only ? KVX_REGION_READ_ONLY : 0;
+    if (status == KVX_OK) {
+        kvx_lock(core);
+        status = register_known(core, args, info_p, why); /* somebody may have been faster */
+        bool known = status != KVX_PENDING;
+        status = known ? status : insert_locked(core, box);
+        kvx_unlock(core);
+        if (!known && status == KVX_OK && (status = announce(core, box, info_p)) == KVX_OK) {
             return KVX_OK;
         }
     }
-    free(box);
+    give_back(box);
     return status;
+}
+
+int kvx_mem_register(kvx_engine *engine, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why_p) {
+    kvx_core *core = &engine->core;
+    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
+    int status = register_check(args, info_p);
+    if (status != KVX_OK) {
+        return status;
+    }
+    kvx_lock(core);
+    status = register_known(core, args, info_p, why);
+    kvx_unlock(core);
+    if (status != KVX_PENDING) {
+        return status;
+    }
+    region_box *box = calloc(1, sizeof(*box));
+    return box == NULL ? KVX_E_NOMEM : register_new(core, box, args, info_p, why);
 }
 
 /* -- allocation --------------------------------------------------------------------------------------------- */
@@ -290,16 +346,6 @@ static void pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
     }
 }
 
-static bool numa_bind(uint8_t *base, uint64_t length, int32_t node) {
-    unsigned long mask[16] = {0};
-    const unsigned long bits = sizeof(mask) * 8;
-    if (node < 0 || (unsigned long)node >= bits) {
-        return false;
-    }
-    mask[(unsigned long)node / (8 * sizeof(long))] = 1ul << ((unsigned long)node % (8 * sizeof(long)));
-    return syscall(SYS_mbind, base, length, MPOL_BIND_MODE, mask, bits, 0) == 0;
-}
-
 /* Fills box->region and mapped_length from a new memfd. */
 static int backing_make(region_box *box, uint64_t length, int32_t numa_node, bool huge, int *errno_p) {
     uint64_t page = huge ? HUGE_BYTES : (uint64_t)sysconf(_SC_PAGESIZE);
@@ -318,7 +364,7 @@ static int backing_make(region_box *box, uint64_t length, int32_t numa_node, boo
         *errno_p = errno;
         status = errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
     } else {
-        box->numa_node = numa_bind(base, rounded, numa_node) ? numa_node : -1; /* before the pages exist */
+        box->numa_node = kvx_numa_bind(base, rounded, numa_node) ? numa_node : -1; /* before the pages exist */
         *errno_p = space_take(fd, rounded);
         status = *errno_p == 0 ? KVX_OK : KVX_E_SHM_SPACE;
     }
@@ -337,7 +383,8 @@ static int backing_make(region_box *box, uint64_t length, int32_t numa_node, boo
     box->region.base = base;
     box->region.length = length;
     box->region.memfd = fd;
-    box->region.flags = KVX_REGION_SHARED | (huge ? KVX_REGION_HUGE : 0);
+    box->region.flags = KVX_REGION_SHARED | (huge ? KVX_REGION_HUGE : 0) |
+                        (numa_node >= 0 && box->numa_node < 0 ? KVX_REGION_NUMA_DENIED : 0);
     box->mapped_length = rounded;
     return KVX_OK;
 }
@@ -365,23 +412,43 @@ static int backing_choose(kvx_core *core, region_box *box, uint64_t length, int3
     return status == KVX_OK ? backing_make(box, length, numa_node, false, errno_p) : status;
 }
 
-int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, int *sys_errno_p) {
-    kvx_core *core = &engine->core;
-    int ignored = 0;
-    int *errno_p = sys_errno_p ? sys_errno_p : &ignored;
-    *errno_p = 0;
-    if (args == NULL || info_p == NULL) {
+/* From an arena; when the device is full and the caller agreed, from pinned host memory. */
+static int carve(kvx_core *core, region_box *box, const kvx_alloc_args *args, kvx_mem_why *why) {
+    int status = kvx_arena_alloc(core, args, &box->region, &box->arena, why);
+    if (status == KVX_E_DEVICE_MEMORY && args->kind == KVX_MEM_HBM && (args->flags & KVX_ALLOC_SPILL)) {
+        kvx_alloc_args host = *args;
+        host.kind = KVX_MEM_PINNED;
+        status = kvx_arena_alloc(core, &host, &box->region, &box->arena, why);
+        if (status == KVX_OK) {
+            box->region.flags |= KVX_REGION_SPILLED;
+            __atomic_fetch_add(&core->counters->spills, 1, __ATOMIC_RELAXED);
+        }
+    }
+    if (status == KVX_OK) {
+        box->carved = box->region.kind == KVX_MEM_PINNED;
+        bool bound = box->carved && !(box->region.flags & KVX_REGION_NUMA_DENIED);
+        box->numa_node = bound ? args->numa_node : -1;
+    }
+    return status;
+}
+
+static int alloc_check(const kvx_alloc_args *args, const kvx_region_info *info_p) {
+    if (args == NULL || info_p == NULL || args->kind > KVX_MEM_PINNED ||
+        (args->kind == KVX_MEM_DRAM) != (args->device < 0) || (args->flags & ~(uint32_t)KVX_ALLOC_SPILL) != 0) {
         return KVX_E_INVALID;
     }
-    if (args->kind != KVX_MEM_DRAM) {
-        return KVX_E_UNSUPPORTED;
-    }
-    const uint64_t length = args->length;
-    if (length == 0 || length > (uint64_t)INT64_MAX - HUGE_BYTES) {
-        return KVX_E_LENGTH;
+    return args->length == 0 || args->length > (uint64_t)INT64_MAX - HUGE_BYTES ? KVX_E_LENGTH : KVX_OK;
+}
+
+int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, kvx_mem_why *why_p) {
+    kvx_core *core = &engine->core;
+    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
+    int status = alloc_check(args, info_p);
+    if (status != KVX_OK) {
+        return status;
     }
     kvx_lock(core);
-    int status = core->closing ? KVX_E_CLOSED : core->regions.count >= core->config.regions_max ? KVX_E_LIMIT : KVX_OK;
+    status = core->closing ? KVX_E_CLOSED : core->regions.count >= core->config.regions_max ? KVX_E_LIMIT : KVX_OK;
     kvx_unlock(core);
     if (status != KVX_OK) {
         return status;
@@ -391,7 +458,11 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
         return KVX_E_NOMEM;
     }
     box->region.device = -1;
-    status = backing_choose(core, box, length, args->numa_node, errno_p);
+    if (args->kind == KVX_MEM_DRAM) {
+        status = backing_choose(core, box, args->length, args->numa_node, &why->sys_errno);
+    } else {
+        status = carve(core, box, args, why);
+    }
     if (status != KVX_OK) {
         free(box);
         return status;
@@ -408,6 +479,52 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
     return status;
 }
 
+/* -- looking and writing ------------------------------------------------------------------------------------ */
+
+/* Pins the region, so that it stays while bytes move. */
+static int copy_begin(kvx_core *core, uint64_t region, uint64_t offset, uint64_t length, bool write,
+                      region_box **box_p) {
+    kvx_lock(core);
+    region_box *box = kvx_region_find(core, region);
+    int status = core->closing ? KVX_E_CLOSED : box == NULL ? KVX_E_NO_REGION : KVX_OK;
+    if (status == KVX_OK && (offset > box->region.length || length > box->region.length - offset)) {
+        status = KVX_E_LOCAL_RANGE;
+    } else if (status == KVX_OK && write && (box->region.flags & KVX_REGION_READ_ONLY)) {
+        status = KVX_E_READ_ONLY;
+    } else if (status == KVX_OK) {
+        box->pins++;
+        *box_p = box;
+    }
+    kvx_unlock(core);
+    return status;
+}
+
+int kvx_mem_copy(kvx_engine *engine, uint64_t region, uint64_t offset, void *memory, uint64_t length, uint32_t write,
+                 kvx_mem_why *why_p) {
+    kvx_core *core = &engine->core;
+    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
+    region_box *box = NULL;
+    int status = memory == NULL && length != 0 ? KVX_E_INVALID : KVX_OK;
+    if (status != KVX_OK || (status = copy_begin(core, region, offset, length, write != 0, &box)) != KVX_OK) {
+        return status;
+    }
+    bool closing = false;
+    for (uint64_t at = 0; status == KVX_OK && !closing && at < length;) {
+        uint64_t step = length - at < core->config.chunk_bytes ? length - at : core->config.chunk_bytes;
+        kvx_place ours = kvx_place_of(&box->region, offset + at);
+        kvx_place theirs = kvx_place_host((uint8_t *)memory + at);
+        status = kvx_move(write ? ours : theirs, write ? theirs : ours, step, core->config.nt_bytes_min, &why->raw);
+        at += step;
+        kvx_lock(core);
+        closing = core->closing && at < length;
+        kvx_unlock(core);
+    }
+    kvx_lock(core);
+    box->pins--;
+    kvx_unlock(core);
+    return status == KVX_OK && closing ? KVX_E_CLOSED : status;
+}
+
 /* -- release ------------------------------------------------------------------------------------------------ */
 
 static void forget_run(kvx_job *job) {
@@ -420,7 +537,10 @@ static void forget_run(kvx_job *job) {
     kvx_lock(core);
     bool viewed = box->viewed;
     kvx_unlock(core);
-    if (viewed) { /* while the id is still known: whoever finds it gone may reuse the addresses */
+    bool haunted = viewed && box->carved;
+    if (haunted) { /* while the id is still known: whoever finds it gone may reuse the addresses */
+        kvx_arena_haunt(box->arena, box->region.base);
+    } else if (viewed) {
         kvx_mapping_drop(box->region.base, box->mapped_length, true);
     }
     kvx_lock(core);
@@ -428,6 +548,9 @@ static void forget_run(kvx_job *job) {
     remove_locked(core, box);
     kvx_unlock(core);
     if (viewed) {
+        box_free(box);
+    } else if (haunted) { /* the last view went in between */
+        kvx_mem_unview((uint64_t)(uintptr_t)box->region.base);
         box_free(box);
     } else {
         give_back(box); /* before the event: whoever waits for it may count on the memory being free */
@@ -477,4 +600,5 @@ void kvx_memory_sweep(kvx_core *core) {
         kvx_table_remove(&core->regions, box->region.id);
         give_back(box);
     }
+    kvx_arenas_close(core);
 }

@@ -38,6 +38,13 @@ typedef struct kvx_region {
     uint32_t flags; /* KVX_REGION_* */
     uint32_t kind;  /* KVX_MEM_* */
     int32_t device; /* -1: none */
+    /* Of KVX_MEM_HBM and KVX_MEM_PINNED: the block around it, which a vendor library registers once for all regions in
+     * it. A transport learns of a new one when mem_register shows an arena_id that it does not know, and forgets it
+     * with the last region that it holds of it: the memory is given back to the driver after that. An arena_id is never
+     * used again and differs between engine starts, so it also tells old addresses from new ones. 0: none. */
+    uint64_t arena_id;
+    uint8_t *arena_base;
+    uint64_t arena_length;
 } kvx_region;
 
 /* The right of peers to reach a part of a region. */
@@ -190,6 +197,9 @@ void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant);
  * kvx_access_end on every path. Refuses with KVX_E_UNKNOWN, KVX_E_STALE, KVX_E_REVOKED. Access rights are checked by
  * kvx_access_allow after the key was verified, so that the error does not tell a stranger anything. */
 int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
+/* The same for transports that reach memory of devices (kvx_move of device_memory.h); the plain one refuses such a
+ * grant with KVX_E_UNSUPPORTED, since its caller would touch the bytes. */
+int kvx_access_begin_any(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
 int kvx_access_allow(const kvx_access *access, uint32_t rights);
 int kvx_access_range(const kvx_access *access, uint64_t offset,
                      uint64_t length); /* overflow-safe; KVX_OK or KVX_E_RANGE */

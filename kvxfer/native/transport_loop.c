@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #include "auth.h"
-#include "copy.h"
+#include "device_memory.h"
 #include "transport.h"
 
 enum item_kind { ITEM_CONNECT, ITEM_IMPORT, ITEM_CLOSE, ITEM_OP };
@@ -36,6 +36,7 @@ typedef struct loop_import {
     kvx_import *import;
     loop_item item;
     bool attached;
+    bool on_device; /* known when it is answered */
     struct loop_import *previous, *next;
 } loop_import;
 
@@ -143,7 +144,7 @@ static void loop_query(void *transport, kvx_transport_info *info_p) {
         .alignment = 1,
         .region_bytes_max = UINT64_MAX,
         .copies_x100 = 100,
-        .memory = 1u << KVX_MEM_DRAM,
+        .memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED,
     };
     snprintf(info_p->name, sizeof(info_p->name), "loop");
     snprintf(info_p->endpoint, sizeof(info_p->endpoint), "%s", loop->endpoint);
@@ -327,7 +328,7 @@ static bool authentic(const loop_transport *loop, const kvx_import *import, cons
 
 /* Opens the owner's side for `import`; on failure nothing is held. */
 static int enter(loop_transport *loop, kvx_import *import, const kvx_op *op, uint32_t rights, kvx_access *access_p) {
-    int status = kvx_access_begin(loop->core, import->remote.grant, import->remote.generation, access_p);
+    int status = kvx_access_begin_any(loop->core, import->remote.grant, import->remote.generation, access_p);
     if (status == KVX_OK) {
         status = authentic(loop, import, access_p->grant, op) ? kvx_access_allow(access_p, rights) : KVX_E_KEY;
         if (status != KVX_OK) {
@@ -342,12 +343,22 @@ static int enter(loop_transport *loop, kvx_import *import, const kvx_op *op, uin
     return status;
 }
 
-static void move(uint8_t *target, const uint8_t *source, uint64_t length, uint64_t nt_bytes_min) {
-    if (target < source + length && source < target + length) {
-        memmove(target, source, length); /* both sides are one memory here */
-    } else {
-        kvx_copy(target, source, length, nt_bytes_min);
+/* One piece; with KVX_OP_CHECK both sides are looked at. `corrupt`: flip a bit of what was delivered. */
+static int move(const loop_transport *loop, const kvx_op *op, kvx_place target, kvx_place source, uint64_t length,
+                bool corrupt) {
+    bool check = (op->flags & KVX_OP_CHECK) != 0;
+    uint32_t before = 0, after = 0;
+    int status = check ? kvx_place_crc32c(source, length, &before) : KVX_OK;
+    if (status == KVX_OK) {
+        status = kvx_move(target, source, length, loop->config->nt_bytes_min, NULL);
     }
+    if (status == KVX_OK && corrupt) {
+        status = kvx_place_flip(target);
+    }
+    if (status == KVX_OK && check) {
+        status = kvx_place_crc32c(target, length, &after);
+    }
+    return status == KVX_OK && before != after ? KVX_E_INTEGRITY : status;
 }
 
 static int range_check(const kvx_access *access, const kvx_op *op, loop_item *at) {
@@ -376,18 +387,12 @@ static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
         const kvx_segment *segment = &op->segments[at->segment];
         uint64_t length = segment->length - at->offset;
         length = length < left ? length : left;
-        uint8_t *local = op->region->base + segment->local_offset + at->offset;
-        uint8_t *remote = access.base + segment->remote_offset + at->offset;
-        uint8_t *target = op->kind == KVX_OP_PUT ? remote : local;
-        const uint8_t *source = op->kind == KVX_OP_PUT ? local : remote;
-        bool check = (op->flags & KVX_OP_CHECK) != 0;
-        uint32_t before = check ? kvx_crc32c(0, source, length) : 0;
-        move(target, source, length, loop->config->nt_bytes_min);
-        if (op->corrupt && at->bytes == 0) {
-            target[0] ^= 1;
-        }
-        if (check && kvx_crc32c(0, target, length) != before) {
-            status = KVX_E_INTEGRITY;
+        kvx_place local = kvx_place_of(op->region, segment->local_offset + at->offset);
+        kvx_place remote =
+            kvx_place_of(access.grant->region, access.grant->offset + segment->remote_offset + at->offset);
+        status = op->kind == KVX_OP_PUT ? move(loop, op, remote, local, length, op->corrupt && at->bytes == 0)
+                                        : move(loop, op, local, remote, length, op->corrupt && at->bytes == 0);
+        if (status != KVX_OK) {
             break;
         }
         KVX_COUNT(loop->counters, frames, 1);
@@ -431,7 +436,9 @@ static void op_finish(loop_transport *loop, kvx_op *op, int status, const loop_i
 static int loop_submit(void *transport, kvx_op *op) {
     loop_transport *loop = transport;
     loop_item at = {.kind = ITEM_OP, .object = op};
-    if (!loop->manual && op->bytes <= loop->config->inline_bytes_max) {
+    const loop_import *import = op->import->transport_data;
+    bool on_device = import->on_device || (op->region != NULL && (op->region->flags & KVX_REGION_DEVICE));
+    if (!loop->manual && !on_device && op->bytes <= loop->config->inline_bytes_max) { /* a driver's copy may block */
         int status = KVX_PENDING;
         while (status == KVX_PENDING) { /* a chunk may be smaller than what is small enough for this thread */
             status = op_advance(loop, op, &at);
@@ -462,6 +469,7 @@ static void import_answer(loop_transport *loop, kvx_import *import) {
     kvx_access access;
     int status = enter(loop, import, NULL, 0, &access);
     if (status == KVX_OK) {
+        mine->on_device = (access.grant->region->flags & KVX_REGION_DEVICE) != 0;
         kvx_access_end(loop->core, &access);
         kvx_grant_attach(loop->core, import->remote.grant);
         mine->attached = true;

@@ -63,6 +63,8 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
         .nt_bytes_min = 1 << 18,
         .chunk_bytes = 1 << 16,
         .frame_bytes = 1 << 16,
+        .hbm_arena_bytes = UINT64_C(2) << 20,
+        .pinned_arena_bytes = UINT64_C(2) << 20,
         .connect_ms = 5000,
         .handshake_ms = 2000,
         .cancel_ms = 2000,
@@ -262,14 +264,12 @@ void side_close(side *s) {
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
 void place_alloc(side *s, place *p, uint64_t length) {
-    int sys_errno = 0;
     const kvx_alloc_args args = {.length = length, .kind = KVX_MEM_DRAM, .device = -1, .numa_node = -1};
     *p = (place){0};
-    CHECK_STATUS(KVX_OK, kvx_mem_alloc(s->engine, &args, &p->region, &sys_errno));
+    CHECK_STATUS(KVX_OK, kvx_mem_alloc(s->engine, &args, &p->region, NULL));
 }
 
 void place_register(side *s, place *p, uint64_t length) {
-    uint64_t conflict = 0;
     if (getenv("HARNESS_ALLOCATES") != NULL) { /* nobody here reaches memory that is not the engine's */
         place_alloc(s, p, length);
         return;
@@ -277,7 +277,9 @@ void place_register(side *s, place *p, uint64_t length) {
     *p = (place){.allocated = malloc(length)};
     CHECK(p->allocated != NULL);
     memset(p->allocated, 0, length);
-    CHECK_STATUS(KVX_OK, kvx_mem_register(s->engine, p->allocated, length, 0, &p->region, &conflict));
+    const kvx_register_args args = {
+        .address = (uint64_t)(uintptr_t)p->allocated, .length = length, .kind = KVX_MEM_DRAM, .device = -1};
+    CHECK_STATUS(KVX_OK, kvx_mem_register(s->engine, &args, &p->region, NULL));
 }
 
 void place_grant(side *s, place *p, uint32_t access) {
