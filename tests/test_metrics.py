@@ -61,9 +61,9 @@ async def scrape(server: Server, path: str = "/metrics") -> tuple[int, bytes]:
 
 def test_totals_sum_over_engines_and_survive_their_end() -> None:
     engines = EngineCounters()
-    first = counters(row(put_bytes=10), row("tcp", get_bytes=5), regions=2)
+    first = counters(row(put_bytes=10), row("tcp", get_bytes=5), regions=2, spills=3)
     engines.add("a", lambda: first)
-    engines.add("b", lambda: counters(row(put_bytes=1), regions=1))
+    engines.add("b", lambda: counters(row(put_bytes=1), regions=1, spills=1))
     totals, gauges = engines.snapshot()
     assert (totals["shm"]["put_bytes"], totals["tcp"]["get_bytes"], gauges["regions"]) == (11, 5, 3)
     engines.remove("a")
@@ -71,6 +71,7 @@ def test_totals_sum_over_engines_and_survive_their_end() -> None:
     assert (totals["shm"]["put_bytes"], totals["tcp"]["get_bytes"], gauges["regions"]) == (11, 5, 1)
     engines.remove("a")
     assert engines.snapshot()[0] == totals
+    assert engines.spills() == 4
 
 
 def test_last_numbers_are_read_when_an_engine_leaves() -> None:

@@ -67,7 +67,8 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     if status == Status.ALIGN:
         boundary, hint = _alignment(why, fields)
         text = text or boundary
-    error = error_for(status, sys_errno=why.sys_errno, what=what, **fields)
+    error = error_for(status, sys_errno=why.sys_errno, what=what)
+    error.fields |= fields
     if text:
         error.message = f"{error.message}: {text}"
         error.args = (error.message,)
