@@ -47,6 +47,10 @@ class Crowd:
             self._connected.append((client, region, descriptor))
         return {"ms": (loop.time() - begun) * 1e3 / max(count - before, 1)}
 
+    async def describe(self) -> dict[str, Any]:
+        """A descriptor of each one's memory, for whoever wants to reach all of them."""
+        return {"descriptors": [region.descriptor().to_dict() for _, region, _ in self._connected]}
+
     async def pass_round(self, rounds: int) -> dict[str, Any]:
         """One 4 KiB put by each in turn, several rounds; the median in microseconds."""
         taken = []

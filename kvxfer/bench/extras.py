@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import statistics
 import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.bench.child import child, module
+from kvxfer.bench.child import Child, child, module
 from kvxfer.bench.measure import AT_ONCE
-from kvxfer.bench.pair import TIMEOUT_S, Pair, Side, settings_for
+from kvxfer.bench.pair import TIMEOUT_S, Once, Pair, Side, settings_for
 from kvxfer.bench.rows import OURS, Row, single
-from kvxfer.bench.target import POOL_NAME
+from kvxfer.bench.target import POOL_NAME, status_bytes
 from kvxfer.bench.work import KIB, MIB, Layout
 from kvxfer.client import local
+from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.transfer import Transfer
 
 FIRST_BYTES = 4 * KIB
@@ -24,6 +29,7 @@ TINY_BLOCK_BYTES = 64
 SIZES_FROM = 4 * KIB
 SUBMITS = 4
 ROUND_OF_PUTS = 20
+DESCRIPTORS_WEIGHED_MIN = 1 << 16  # fewer are hidden by what a process allocates anyway
 
 
 async def setup(pair: Pair, options: dict[str, Any], memory: npt.NDArray[np.uint8]) -> list[Row]:
@@ -131,15 +137,39 @@ async def scale_blocks(pair: Pair, direction: str) -> list[Row]:
 
 
 async def scale_descriptors(pair: Pair, direction: str) -> list[Row]:
-    """Time of one request of many tiny blocks. Beyond what one submit takes, it is cut into several."""
+    """Time of one request of many tiny blocks, all scattered over the same memory (or caches would be what is
+    measured). Beyond what one submit takes, it is cut into several.
+    """
     rows = []
     most = min(pair.sizes.descriptors_max, pair.sizes.region_bytes // TINY_BLOCK_BYTES)
     for count in powers(1, most, 16):
-        segments = Layout(count, TINY_BLOCK_BYTES, count * TINY_BLOCK_BYTES).segments()
+        segments = Layout(count, TINY_BLOCK_BYTES, most * TINY_BLOCK_BYTES).segments()
         taken = await _times(lambda segments=segments: _all(pair.pool, direction, segments), 5)
         name = f"descriptors/{count}"
         rows.append(single(OURS, pair.transport.name, name, f"{direction}_ms", statistics.median(taken) * 1e3))
+        if count >= DESCRIPTORS_WEIGHED_MIN:
+            grown = await peak_growth(partial(_all, pair.pool, direction, segments))
+            rows.append(single(OURS, pair.transport.name, name, "bytes", grown / count))
     return rows
+
+
+def _peak_restarted() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+async def peak_growth(once: Once) -> int:
+    """Bytes that this process had more than before at the worst moment of ``once``; 0 when the kernel keeps no peak."""
+    with suppress(AttributeError):  # only this C library has it
+        ctypes.CDLL(None).malloc_trim(0)  # what is free now would hide what is taken next
+    before = status_bytes("VmRSS")
+    if not _peak_restarted():
+        return 0
+    await once()
+    return max(status_bytes("VmHWM") - before, 0)
 
 
 def _all(side: Side, direction: str, segments: npt.NDArray[np.uint64]) -> Transfer:
@@ -156,24 +186,38 @@ async def _times(once: Any, count: int) -> list[float]:
 
 
 async def crowd(pair: Pair, options: dict[str, Any]) -> list[Row]:
-    """More and more peers of the target, from one other process: connecting, a put of each, idling, memory."""
+    """More and more peers of the target, from one other process: connecting, a put of each, memory, and idling."""
     name, most = pair.transport.name, pair.sizes.peers
     settings = {"options": settings_for(name, options), "address": pair.address}
     rows = []
     async with child(module("kvxfer.bench.crowd", settings), "process of many peers") as many:
         await many.line()
         before = (await pair.target.ask("resident"))["bytes"]
-        counts = sorted({*powers(1, most, 4), most})
-        for count in counts:
+        for count in sorted({*powers(1, most, 4), most}):
             grown = await many.ask("grow", count=count)
             passed = await many.ask("pass_round", rounds=ROUND_OF_PUTS)
-            rows.append(single(OURS, name, f"peers/{count}", "connect_ms", grown["ms"]))
-            rows.append(single(OURS, name, f"peers/{count}", "put_4k_p50_us", passed["us"]))
-        after = (await pair.target.ask("resident"))["bytes"]
-        rows.append(single(OURS, name, f"peers/{most}", "bytes", max(after - before, 0) / most))
+            after = (await pair.target.ask("resident"))["bytes"]
+            for metric, value in (
+                ("connect_ms", grown["ms"]),
+                ("put_4k_p50_us", passed["us"]),
+                ("bytes", max(after - before, 0) / count),
+            ):
+                rows.append(single(OURS, name, f"peers/{count}", metric, value))
+        rows += await _reached(pair, many, most)
         begun, spent, theirs = time.perf_counter(), pair.target.cpu_s(), many.cpu_s()
         await asyncio.sleep(pair.sizes.idle_s)
         seconds = time.perf_counter() - begun
-        rows.append(single(OURS, name, "idle", "cores", (pair.target.cpu_s() - spent) / seconds))
-        rows.append(single(OURS, name, f"peers/{most}", "cores", (many.cpu_s() - theirs) / seconds))
+        spent, theirs = (pair.target.cpu_s() - spent) / seconds, (many.cpu_s() - theirs) / seconds
+        rows.append(single(OURS, name, "idle", "cores", spent))
+        rows.append(single(OURS, name, f"idle/{most}", "cores", spent + theirs))
     return rows
+
+
+async def _reached(pair: Pair, many: Child, most: int) -> list[Row]:
+    """The other way round: what each of them costs one engine that is connected to all of them."""
+    described = [RemoteDescriptor.from_dict(facts) for facts in (await many.ask("describe"))["descriptors"]]
+    before = status_bytes("RssAnon")
+    for descriptor in described:
+        await pair.client.plane.prepare(descriptor)
+    grown = max(status_bytes("RssAnon") - before, 0)
+    return [single(OURS, pair.transport.name, f"peers/{most}", "put_bytes", grown / most)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from kvxfer.bench.goals import HEADERS, Verdict, lines
 from kvxfer.bench.ratios import Compared, compared
 from kvxfer.bench.rows import OURS, WORKLOADS, Row
 from kvxfer.bench.run import Result
@@ -58,8 +59,8 @@ def curve(rows: Sequence[Row], workload: str, metric: str, transport: str) -> Po
     )
 
 
-def page(result: Result) -> str:
-    """The whole document."""
+def page(result: Result, verdicts: Sequence[Verdict] = ()) -> str:
+    """The whole document, with the goals when they were judged."""
     rows = result.rows
     transports = list(dict.fromkeys(row.transport for row in rows if row.peer == OURS))
     charts = [
@@ -69,6 +70,7 @@ def page(result: Result) -> str:
         *(_cpu(rows, name) for name in transports),
         _descriptors(rows, transports),
         _peers(rows, transports),
+        _weights(rows, transports),
     ]
     figures = "\n".join(
         f'<figure><figcaption>{escape(title)}</figcaption><p class="note">{escape(note)}</p>{chart}</figure>'
@@ -89,7 +91,7 @@ def page(result: Result) -> str:
 <p>Medians of interleaved rounds; every request was verified by its receiver. On a shared machine only ratios within
 this page mean anything.</p>
 <div class="wide"><table>{facts}</table></div>
-<h2>Plots</h2><div class="charts">{figures}</div>
+{_goals(verdicts)}<h2>Plots</h2><div class="charts">{figures}</div>
 <h2>Measurements beside the physical work</h2>{_compared_table(compared(rows))}
 <h2>All rows</h2>{_all_rows(rows)}
 <h2>Workloads</h2><ul>{"".join(f"<li>{name}: {escape(what)}</li>" for name, what in WORKLOADS.items())}</ul>
@@ -178,6 +180,17 @@ def _peers(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
     ]
     note = "Each peer is an engine of its own; they take turns."
     return title, note, line_chart(title, Axis("peers", log=True, base=2), Axis("microseconds", log=True), series)
+
+
+def _weights(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
+    title = "Memory of the target per connected peer"
+    series = [(name, [(x, y / 1024) for x, y in curve(rows, "peers", "bytes", name)]) for name in transports]
+    note = "Anonymous memory of its process, divided by the number of peers."
+    return title, note, line_chart(title, Axis("peers", log=True, base=2), Axis("KiB"), series)
+
+
+def _goals(verdicts: Sequence[Verdict]) -> str:
+    return f"<h2>Goals</h2>{_table(HEADERS, lines(verdicts), 3)}" if verdicts else ""
 
 
 def _compared_table(found: Sequence[Compared]) -> str:

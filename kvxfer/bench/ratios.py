@@ -20,7 +20,9 @@ YARDSTICKS = ("ref memfd+NT copy", "ref C tcp", "ref process_vm", "ref memfd+mem
 
 
 def of_round(rows: Sequence[Row]) -> list[Row]:
-    """The ratios of one round: each row of ours over its yardstick and over every rival with the same measurement."""
+    """The ratios of one round: each row of ours over its yardstick first, then over everybody with the same
+    measurement.
+    """
     found = []
     for row in rows:
         if row.peer != OURS:
@@ -31,7 +33,8 @@ def of_round(rows: Sequence[Row]) -> list[Row]:
         same += [one for one in there if one.workload == row.workload.removesuffix("u") != row.workload]
         others = {one.peer: one for one in reversed(same) if one.metric == row.metric and not is_reference(one)}
         yardstick = _yardstick(row, same)
-        for other in [*([yardstick] if yardstick else []), *others.values()]:
+        plain = [one for one in same if one.key[2:] == row.key[2:] and is_reference(one) and one is not yardstick]
+        for other in [*([yardstick] if yardstick else []), *others.values(), *plain]:
             if other.median > 0:
                 value = row.median / other.median
                 peer = OVER + other.peer
@@ -100,7 +103,7 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
         if row.peer == OURS:
             ratios = by_work.get(row.key[1:], [])
             reference = next((one for one in ratios if one.peer.startswith(OVER + REFERENCE)), None)
-            rivals = [one for one in ratios if one is not reference]
+            rivals = [one for one in ratios if not one.peer.startswith(OVER + REFERENCE)]
             # Plain sockets move no data for anybody: they are what one is compared with when there is nobody else.
             rivals = [one for one in rivals if one.peer.removeprefix(OVER) not in PLAIN_SOCKETS] or rivals
             hardest = min if better_of(row.metric) == "higher" else max

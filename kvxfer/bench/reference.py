@@ -21,8 +21,9 @@ from kvxfer.bench.work import GIB, KIB, MIB, Sizes
 from kvxfer.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("reference.c")
-MEMCPY, NT, NT_TWO, ATTACH = "ref memfd+memcpy", "ref memfd+NT copy", "ref memfd+NT copy, 2 threads", "ref process_vm"
-COPIES = {MEMCPY: ("memcpy", 1), NT: ("nt", 1), NT_TWO: ("nt", 2), ATTACH: ("pvm", 1)}
+MEMCPY, NT, ATTACH = "ref memfd+memcpy", "ref memfd+NT copy", "ref process_vm"
+MEMCPY_TWO, NT_TWO = f"{MEMCPY}, 2 threads", f"{NT}, 2 threads"
+COPIES = {MEMCPY: ("memcpy", 1), NT: ("nt", 1), MEMCPY_TWO: ("memcpy", 2), NT_TWO: ("nt", 2), ATTACH: ("pvm", 1)}
 COMPILE_S = 60.0
 LATENCY_SAMPLES = 300
 
@@ -99,8 +100,11 @@ class Reference:
 
 
 def _copies_for(workload: str) -> tuple[str, ...]:
-    found = {"W1": (MEMCPY,), "W2": (MEMCPY, NT, NT_TWO), "W3": (MEMCPY, NT), "W2u": (ATTACH,), "W3u": (ATTACH,)}
-    return found.get(workload, (NT,))
+    if workload == "W1":
+        return (MEMCPY,)
+    if workload.endswith("u"):
+        return (ATTACH,)
+    return (MEMCPY, NT, MEMCPY_TWO, NT_TWO) if workload in ("W2", "W3", "W3b") else (NT, NT_TWO)
 
 
 def compile_to(folder: Path) -> Path:

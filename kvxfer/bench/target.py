@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import sys
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from kvxfer.bench.work import Layout, checksum, fill
 from kvxfer.client import local
+from kvxfer.errors import UsageError
 from kvxfer.native.engine import Event, EventKind
 
 POOL_NAME, USER_NAME = "bench.pool", "bench.user"
@@ -68,16 +68,17 @@ class Target:
 
     async def resident(self) -> dict[str, Any]:
         """Anonymous memory of this process in bytes: what its peers cost it, not what they share with it."""
-        return {"bytes": await asyncio.to_thread(anonymous_bytes)}
+        return {"bytes": await asyncio.to_thread(status_bytes, "RssAnon")}
 
 
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    with open("/proc/self/status", encoding="ascii") as status:
+def status_bytes(name: str) -> int:
+    """A number of /proc/self/status (RssAnon, VmHWM, ...) in bytes."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            key, _, value = line.partition(":")
+            if key == name:
+                return int(value.split()[0]) * 1024
+    raise UsageError("the kernel does not tell how much memory a process has", value=name)
 
 
 async def answer(handler: object) -> None:

@@ -33,7 +33,7 @@ class Sizes:
     samples: int = 600
     repeats: int = 3
     setup_bytes: int = GIB
-    peers: int = 8
+    peers: int = 64
     idle_s: float = 1.0
     scale_bytes: int = 64 * MIB
     descriptors_max: int = 1 << 20

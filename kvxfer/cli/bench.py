@@ -40,6 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a configuration value for both sides, as in the configuration file (may be repeated)",
     )
+    parser.add_argument(
+        "--goals",
+        action="store_true",
+        help="also judge the run by the project's goals; with --compare, since most of them are about rivals",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all rows as JSON")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
     parser.add_argument("--save-baseline", metavar="FILE", help="keep this run for a later --check")
@@ -53,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 1 when a ratio regressed."""
-    from kvxfer.bench import check, page, rows, table
+    from kvxfer.bench import check, goals, page, rows, table
     from kvxfer.bench.run import Run
 
     plan = plan_of(args)
@@ -63,17 +68,20 @@ def run(args: argparse.Namespace) -> int:
             writable(Path(name))
     result = asyncio.run(Run(plan).execute())
     print(table.text(result))
+    verdicts = goals.judge(result.rows) if args.goals else []
+    if args.goals:
+        print("\n" + goals.text(verdicts))
     for name in (args.json, args.save_baseline):
         if name is not None:
-            write(Path(name), rows.dumps(result.rows))
+            write(Path(name), rows.dumps([*result.rows, *goals.as_rows(verdicts)]))
     if args.html is not None:
-        write(Path(args.html), page.page(result))
+        write(Path(args.html), page.page(result, verdicts))
     if baseline is None:
         return 0
-    verdicts = check.judge(result.rows, baseline, plan.transports, plan.workloads)
-    print("\n" + check.report(verdicts, args.tolerance))
-    worse = sum(one.is_regression(args.tolerance) for one in verdicts)
-    print(f"\n{worse} of {len(verdicts)} ratios got worse by more than {args.tolerance:.0%}")
+    compared = check.judge(result.rows, baseline, plan.transports, plan.workloads)
+    print("\n" + check.report(compared, args.tolerance))
+    worse = sum(one.is_regression(args.tolerance) for one in compared)
+    print(f"\n{worse} of {len(compared)} ratios got worse by more than {args.tolerance:.0%}")
     return 1 if worse else 0
 
 
@@ -81,6 +89,7 @@ def plan_of(args: argparse.Namespace) -> Any:
     """The plan that the arguments ask for; `UsageError` names what is wrong with them."""
     from dataclasses import replace
 
+    from kvxfer.bench.goals import GOALS_PEERS
     from kvxfer.bench.rivals import RIVALS
     from kvxfer.bench.rows import WORKLOADS
     from kvxfer.bench.run import Plan
@@ -95,10 +104,11 @@ def plan_of(args: argparse.Namespace) -> Any:
     if not 0 < args.tolerance < 100:
         raise UsageError("--tolerance is out of range", value=args.tolerance)
     sizes = SIZES["tiny" if args.tiny else "quick" if args.quick else "full"]
-    if args.peers is not None:
-        if not 1 <= args.peers <= PEERS_MAX:
-            raise UsageError("--peers is out of range", value=args.peers, limit=PEERS_MAX)
-        sizes = replace(sizes, peers=args.peers)
+    peers = GOALS_PEERS if args.goals and args.peers is None else args.peers
+    if peers is not None:
+        if not 1 <= peers <= PEERS_MAX:
+            raise UsageError("--peers is out of range", value=peers, limit=PEERS_MAX)
+        sizes = replace(sizes, peers=peers)
     compare = chosen(args.compare, tuple(RIVALS), "--compare") if args.compare else ()
     return Plan(
         workloads=workloads,
