@@ -1,4 +1,4 @@
-"""What the built extension asks of others, and that our C++ file is the same for both string ABIs and both compilers."""
+"""What the built extension asks of others; that our C++ file is the same for both string ABIs and both compilers."""
 
 from __future__ import annotations
 
