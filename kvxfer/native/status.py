@@ -102,7 +102,11 @@ BY_STATUS: Mapping[Status, _Entry] = {
     Status.VERSION: (errors.VersionMismatch, "the peer speaks another version of the data protocol", None),
     Status.OTHER_HOST: (errors.PeerUnreachable, "the peer is on another host than this transport reaches", None),
     Status.REFUSED: (errors.PeerError, "the peer is full or refuses us", None),
-    Status.LINK: (errors.PeerLost, "the accelerator library's link to the peer failed", "it is made anew on next use"),
+    Status.LINK: (
+        errors.PeerLost,
+        "the accelerator library's link to the peer failed",
+        "it is made anew on next use; if it fails again, look at both cards' network with `kvxfer doctor`",
+    ),
     Status.NOMEM: (errors.ResourceExhausted, "out of memory", None),
     Status.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),
     Status.SHM_SPACE: (errors.ShmTooSmall, "there is not enough memory for the allocation", "ask for less"),
@@ -111,13 +115,25 @@ BY_STATUS: Mapping[Status, _Entry] = {
     Status.SYSTEM: (errors.TransportError, "a system call failed", None),
     Status.CMA_DENIED: (errors.TransportUnavailable, "cross-memory attach is not allowed between the processes", None),
     Status.NO_DEVICE: (errors.TransportUnavailable, "no such accelerator", "`kvxfer doctor` lists the devices"),
-    Status.NO_CONTEXT: (errors.TransportUnavailable, "the accelerator has no context: no device was set", None),
-    Status.DEVICE: (errors.TransportError, "the accelerator or its driver failed", "`kvxfer doctor` tells its state"),
-    Status.DEVICE_MEMORY: (errors.RegistrationError, "not enough contiguous memory on the accelerator", "ask for less"),
+    Status.NO_CONTEXT: (
+        errors.TransportUnavailable,
+        "the accelerator has no context in this thread: no device was set",
+        "set the device before the framework's memory is used or registered",
+    ),
+    Status.DEVICE: (
+        errors.TransportError,
+        "the accelerator or its driver failed",
+        "`kvxfer doctor` tells its state; after a lost device only a restart of this process helps",
+    ),
+    Status.DEVICE_MEMORY: (
+        errors.RegistrationError,
+        "not enough contiguous memory on the accelerator",
+        "ask for less, leave headroom beside the framework's pool, or allow spill='dram'",
+    ),
     Status.HOST_MEMORY: (
         errors.RegistrationError,
         "the accelerator does not reach this host memory",
-        "allocate it with memory='dram' and device=N",
+        "it must come from the driver: allocate it with memory='dram' and device=N",
     ),
     Status.INTERNAL: (errors.InternalError, "a bug in the native engine", None),
 }

@@ -1,0 +1,158 @@
+"""What this process finds of Huawei's libraries for Ascend cards, as values: for `doctor`, metrics and logs.
+
+`probe` loads the libraries, once per process and for ever, so only call it where a card is wanted or asked about. A
+simulator says so in its chip's name, and `AscendFacts.simulated` passes it on: no figure of it is a hardware figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.errors import KvxferError, TransportUnavailable
+from kvxfer.native._shim import ffi, lib
+from kvxfer.native.status import Status, error_for
+
+WHY_BYTES = 4096
+# Status codes of the vendor that people meet, in words. The set is open: `meaning` falls back to our own status.
+MEANINGS = {
+    103900: "a parameter is wrong",
+    103901: "time is up",
+    103902: "not connected",
+    103903: "connected already",
+    103905: "not supported by this engine",
+    107001: "no such device",
+    107002: "no context: no device was set in this thread",
+    107003: "the stream is of another context",
+    203900: "no stream or slot is free",
+    207001: "not enough device memory in one piece",
+    503900: "the link or the transfer failed",
+    507899: "the driver failed: often memory that is not aligned to 2 MiB, or of small pages",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendFacts:
+    """The libraries of this process. Which toolkit it is was judged by symbols; ``reported`` is what it says itself."""
+
+    simulated: bool
+    toolkit: str
+    reported: str
+    soc: str
+    devices: int
+    acl_version: tuple[int, int, int]
+    async_connect: bool
+    bulk_status: bool
+    capability: bool
+    address_range: bool
+    batch_copy: bool
+    acl_path: str
+    meta_path: str
+    hixl_path: str
+
+    def __str__(self) -> str:
+        kind = f"{self.soc} (simulated)" if self.simulated else self.soc or "unknown chip"
+        return f"{self.devices} x {kind}, toolkit {self.toolkit}" + (f" ({self.reported})" if self.reported else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendMissing:
+    """No card can be used from this process. ``reason`` names every place that was looked at, and what to do."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendDevice:
+    """One card as the driver sees it. ``healthy`` and ``physical`` are None when the toolkit cannot tell."""
+
+    device: int
+    physical: int | None
+    healthy: bool | None
+    hbm_free_bytes: int
+    hbm_total_bytes: int
+
+
+def _text(raw: Any) -> str:
+    return str(ffi.string(raw).decode("utf-8", "replace"))
+
+
+def _table() -> Any:
+    """The table of ascend.h, or the reason why there is none."""
+    why = ffi.new("char[]", WHY_BYTES)
+    table = lib.kvx_ascend_get(why, WHY_BYTES)
+    return table if table != ffi.NULL else AscendMissing(reason=_text(why))
+
+
+def probe() -> AscendFacts | AscendMissing:
+    """Find and load the libraries. Blocks while they load (seconds on a cold disk): not on an event loop."""
+    table = _table()
+    if isinstance(table, AscendMissing):
+        return table
+    facts = table.facts
+    return AscendFacts(
+        simulated=facts.simulated,
+        toolkit=_text(facts.toolkit),
+        reported=_text(facts.reported),
+        soc=_text(facts.soc),
+        devices=facts.devices,
+        acl_version=(facts.acl_version[0], facts.acl_version[1], facts.acl_version[2]),
+        async_connect=bool(facts.optional & lib.KVX_ASCEND_HAS_ASYNC_CONNECT),
+        bulk_status=bool(facts.optional & lib.KVX_ASCEND_HAS_BULK_STATUS),
+        capability=bool(facts.optional & lib.KVX_ASCEND_HAS_CAPABILITY),
+        address_range=bool(facts.optional & lib.KVX_ASCEND_HAS_ADDRESS_RANGE),
+        batch_copy=bool(facts.optional & lib.KVX_ASCEND_HAS_BATCH_COPY),
+        acl_path=_text(facts.acl_path),
+        meta_path=_text(facts.meta_path),
+        hixl_path=_text(facts.hixl_path),
+    )
+
+
+def device_info(device: int) -> AscendDevice:
+    """Ask the driver about one card. Makes its context in this process; blocks: not on an event loop.
+
+    Raises `TransportUnavailable` when there is no such card or no library, `TransportError` when the card fails.
+    """
+    table = _table()
+    if isinstance(table, AscendMissing):
+        raise TransportUnavailable(table.reason, status=Status.UNSUPPORTED, device=device)
+    raw = ffi.new("uint32_t *")
+    free, total, physical = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int32_t *")
+    status = table.device_info(device, free, total, raw)
+    if status != Status.OK:
+        raise vendor_error(status, raw[0], what=f"device {device}", said=_text(table.last_error()), device=device)
+    found = table.device_physical(device, physical, raw) == Status.OK
+    health = table.device_healthy(device, raw)
+    return AscendDevice(
+        device=device,
+        physical=physical[0] if found else None,
+        healthy=None if health == Status.UNSUPPORTED else health == Status.OK,
+        hbm_free_bytes=free[0],
+        hbm_total_bytes=total[0],
+    )
+
+
+def status_of(raw: int) -> Status:
+    """Our status for one of the vendor's."""
+    return Status(lib.kvx_ascend_status(raw))
+
+
+def latches(raw: int) -> bool:
+    """Is the link dead after this status of the vendor, until it is connected anew?"""
+    return bool(lib.kvx_ascend_latches(raw))
+
+
+def meaning(raw: int) -> str:
+    """A vendor status in words, with its number: people search for it."""
+    words = MEANINGS.get(raw)
+    if words is None:
+        words = status_of(raw).name.lower().replace("_", " ")
+    return f"{raw}: {words}"
+
+
+def vendor_error(status: int, raw: int, *, what: str, said: str = "", device: int | None = None) -> KvxferError:
+    """The typed error of a call into the libraries: ours for the class, the vendor's number and text as fields."""
+    return error_for(status, what=what, device=device, vendor_status=raw or None, vendor_says=said or None)
