@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.adopt import Adoption
+from kvxfer.allocation import Allocator, check_device, kind_of, wish
 from kvxfer.config import Config, load
 from kvxfer.control import Control
 from kvxfer.dataplane import DataPlane, Part
@@ -37,8 +38,8 @@ from kvxfer.errors import (
 from kvxfer.geometry import BlockTable
 from kvxfer.link import LinkFacts
 from kvxfer.mailboxes import Mailboxes
-from kvxfer.memory import borrow
-from kvxfer.native.engine import Engine, EngineConfig, OpKind, RegionInfo
+from kvxfer.memory import at_address, borrow
+from kvxfer.native.engine import Engine, EngineConfig, OpKind
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
 from kvxfer.paths import counters_path, daemon_socket, socket_dir
@@ -48,7 +49,7 @@ from kvxfer.push import Push
 from kvxfer.region import KVCache, Region, Span, check_span
 from kvxfer.sharing import Share, lookup_descriptor, share_region
 from kvxfer.spans import SpanHandle, SpanLedger
-from kvxfer.tasks import TaskOwner, shared
+from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
 Node = str | Sequence[str]
@@ -72,7 +73,7 @@ class Client:
         self._mailboxes: Mailboxes | None = None
         self._entered = False
         self._pid = self._thread = 0
-        self._allocs: set[asyncio.Task[RegionInfo]] = set()
+        self._allocator: Allocator | None = None
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
         self.ledger = SpanLedger()
 
@@ -98,6 +99,7 @@ class Client:
             await control.start()
             self._control = control
             self._engine = engine = Engine(settings)
+            self._allocator = Allocator(engine, self._tasks)
             self._plane = DataPlane(
                 engine,
                 self.config,
@@ -136,8 +138,8 @@ class Client:
         self._end_flows()
         control, plane = self.control, self.plane
         try:
-            if self._allocs:  # their threads cannot be stopped, and the engine would wait for them
-                await asyncio.wait(self._allocs)
+            if self._allocator is not None:
+                await self._allocator.settle()
         finally:
             async with AsyncExitStack() as ends:  # last in, first out; each runs whatever happens to the others
                 ends.callback(self._forget_all)
@@ -198,41 +200,69 @@ class Client:
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    async def alloc(self, length: int, *, numa_node: int | None = None) -> Region:
-        """``length`` bytes of shareable memory (hugepages when there are any), touched once; ``region.array`` is it.
+    async def alloc(
+        self,
+        length: int,
+        *,
+        memory: str = "dram",
+        device: int | str | None = None,
+        group: Sequence[int] | None = None,
+        numa_node: int | str | None = None,
+        spill: str | None = None,
+    ) -> Region:
+        """``length`` bytes that peers can reach.
 
-        Peers on this host reach it without a system call per transfer. Raises `ShmTooSmall` or `RegistrationError`
-        (what was asked for, what there is, what to do) and `InvalidLength`.
+        Without more: shareable memory of this host (hugepages when there are any), touched once; ``region.array`` is
+        it, and peers on this host reach it without a system call per transfer. ``memory="hbm"`` with a ``device``:
+        memory of that accelerator, which holds whatever was in it before; ``spill="dram"`` lets pinned host memory take
+        its place when the device is full (``region.info.spilled``). ``memory="dram"`` with a ``device``: host memory
+        that the accelerator's driver pins. ``device="auto"`` takes the least loaded of ``group`` (None: of all).
+        ``numa_node`` binds host memory to a node; "auto": the device's, else that of the calling thread.
+
+        Raises `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
+        `InvalidLength`, and `TransportUnavailable` when there is no such device or no library for it.
         """
         check_span(0, length, U64_MAX, "alloc")
         plane = self.plane
-        engine = plane.engine
-        # Touching pages takes about a second per GiB: never on the loop.
-        working = self._tasks.run(asyncio.to_thread(engine.alloc, length, numa_node), "alloc")
-        self._allocs.add(working)
-        working.add_done_callback(self._allocs.discard)
-        try:
-            info = await shared(working)
-        except asyncio.CancelledError:
-            working.add_done_callback(lambda done: self._drop_late(done))
-            raise
-        view = engine.buffer(info)
+        assert self._allocator is not None
+        info = await self._allocator.alloc(wish(length, memory, device, group, numa_node, spill))
+        if info.on_device:
+            return Region(plane, info, None, None)
+        view = plane.engine.buffer(info)
         return Region(plane, info, np.frombuffer(view, dtype=np.uint8), view)
 
-    def _drop_late(self, done: asyncio.Future[RegionInfo]) -> None:
-        if not done.cancelled() and done.exception() is None and self._plane is not None:
-            self._plane.engine.release(done.result().id)
+    async def register(
+        self,
+        source: Any = None,
+        *,
+        address: int | None = None,
+        length: int | None = None,
+        memory: str = "dram",
+        device: int | None = None,
+    ) -> Region:
+        """Make memory that the caller owns reachable: a numpy array, a tensor on the CPU or on an accelerator, DLPack,
+        or anything with a buffer; or ``length`` bytes from ``address`` on, which the caller keeps alive.
 
-    async def register(self, memory: Any) -> Region:
-        """Make memory that the caller owns reachable: a numpy array, a CPU tensor, DLPack, or anything with a buffer.
-
+        ``memory="hbm"`` with a ``device`` says that an address is on that accelerator: it must be a whole allocation,
+        aligned to 2 MiB, else `AlignmentError`. Host memory with a ``device`` must come from that driver's allocator.
         The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
         overlap is an `OverlapError` that names the region in the way.
         """
-        self._require_here()
-        found = borrow(memory)
-        info = self.plane.engine.register(found.address, found.length, read_only=found.read_only)
-        return Region(self.plane, info, found.array, found.owner)
+        plane = self.plane
+        if source is None:
+            found = at_address(address, length, kind_of(memory, device), device)
+        elif address is not None or length is not None:
+            raise UsageError("register takes an object, or an address with a length", field="address")
+        else:
+            found = borrow(source, device=None if device is None else check_device(device))
+            if memory != "dram" and memory != found.kind.word:
+                raise UsageError("this object is in other memory", memory=memory, found=found.kind.word)
+        if found.device is None:
+            info = plane.engine.register(found.address, found.length, read_only=found.read_only)
+        else:
+            assert self._allocator is not None
+            info = await self._allocator.register(found)
+        return Region(plane, info, found.array, found.owner)
 
     # -- one-sided ------------------------------------------------------------------------------------------
 

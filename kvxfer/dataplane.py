@@ -195,6 +195,10 @@ class DataPlane:
         quiet.add_done_callback(lambda _: self._leaving.discard(region))
         return quiet
 
+    def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
+        """Run what blocks (copies of memory that only a driver reaches) in a thread."""
+        return self._tasks.run(asyncio.to_thread(work, self.engine), what)
+
     def region_transfers(self, region: int) -> list[int]:
         """Numbers of the transfers of this process that use a region."""
         return sorted(transfer.op_id for transfer in self._by_region.get(region, ()))

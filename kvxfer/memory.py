@@ -1,5 +1,5 @@
-"""What counts as memory: numpy arrays, anything with the buffer protocol, DLPack producers and torch tensors on the
-CPU.
+"""What counts as memory: numpy arrays, anything with the buffer protocol, DLPack producers, torch tensors on the CPU or
+on an accelerator, and bare addresses.
 
 `borrow` finds address and length of the bytes without copying them and returns an object that keeps them alive. Only
 contiguous memory qualifies: a gap inside a registration would be reachable by peers although it belongs to somebody
@@ -9,28 +9,65 @@ else.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.descriptors import U64_MAX
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
+from kvxfer.native.facts import MemoryKind
+
+DEVICE_TYPE = "npu"  # of torch_npu's tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedMemory:
-    """Bytes of somebody else: address, length, the same as an array (shape (length,)), and who keeps them alive."""
+    """Bytes of somebody else: address, length, the same as an array (shape (length,); None: not for the CPU), and who
+    keeps them alive. ``device`` is set when an accelerator's driver has to be asked about them.
+    """
 
     address: int
     length: int
     read_only: bool
-    array: npt.NDArray[np.uint8]
+    array: npt.NDArray[np.uint8] | None
     owner: object
+    kind: MemoryKind = MemoryKind.DRAM
+    device: int | None = None
 
 
-def borrow(source: Any) -> BorrowedMemory:
-    """The memory behind ``source``; raises `UsageError` when it is not host memory, and says what was given."""
+def borrow(source: Any, *, device: int | None = None) -> BorrowedMemory:
+    """The memory behind ``source``; raises `UsageError` when it cannot be reached, and says what was given.
+
+    With a ``device``: memory on it, or host memory that its driver pinned.
+    """
+    found = _borrow(source)
+    if device is None or found.device == device:
+        return found
+    if found.device is not None:
+        raise UsageError("this object is on another device", device=device, found=found.device)
+    return replace(found, kind=MemoryKind.PINNED, device=device)
+
+
+def at_address(address: object, length: object, kind: MemoryKind, device: int | None) -> BorrowedMemory:
+    """``length`` bytes from ``address`` on, which the caller keeps alive. Raises `UsageError` and `InvalidLength`."""
+    for name, value in (("address", address), ("length", length)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= U64_MAX:
+            what = InvalidLength if name == "length" else UsageError
+            raise what(f"{name} must be a positive integer", field=name, value=repr(value)[:40])
+    assert isinstance(address, int)
+    assert isinstance(length, int)
+    if length > U64_MAX - address:
+        raise InvalidLength("the memory ends behind the last address", address=hex(address), length=length)
+    if kind is MemoryKind.HBM:
+        return BorrowedMemory(
+            address=address, length=length, read_only=False, array=None, owner=None, kind=kind, device=device
+        )
+    return replace(_borrowed(address, length, False, None), kind=kind, device=device)
+
+
+def _borrow(source: Any) -> BorrowedMemory:
     if isinstance(source, np.ndarray):
         return _from_array(source, source)
     if hasattr(source, "data_ptr") and hasattr(source, "element_size"):
@@ -42,7 +79,7 @@ def borrow(source: Any) -> BorrowedMemory:
     except TypeError as wrong:
         raise UsageError(
             f"cannot register a {type(source).__name__}",
-            hint="pass a numpy array, a torch tensor on the CPU, or anything with the buffer protocol or DLPack",
+            hint="pass a numpy array, a torch tensor, or anything with the buffer protocol or DLPack",
         ) from wrong
     if not view.contiguous:
         raise UsageError("cannot register memory that is not contiguous", hint="register the storage it is a view of")
@@ -68,17 +105,35 @@ def _borrowed(address: int, length: int, read_only: bool, owner: object) -> Borr
 
 
 def _from_tensor(tensor: Any) -> BorrowedMemory:
-    device = str(getattr(tensor, "device", "cpu"))
-    if not device.startswith("cpu"):
+    kind, number = _device_of(tensor)
+    if kind not in ("cpu", DEVICE_TYPE):
         raise RegistrationError(
-            f"no transport here reaches memory of device {device}", hint="copy to the CPU, or use a transport for it"
+            f"no transport here reaches memory of device {kind}:{'?' if number is None else number}",
+            hint="copy to the CPU, or use a transport for it",
         )
     if not tensor.is_contiguous():
         raise UsageError("cannot register a tensor that is not contiguous", hint="register its storage")
     length = int(tensor.numel()) * int(tensor.element_size())
     if length == 0:
         raise InvalidLength("cannot register an empty tensor", length=0)
-    return _borrowed(int(tensor.data_ptr()), length, False, tensor)
+    address = int(tensor.data_ptr())
+    if kind == "cpu":
+        return _borrowed(address, length, False, tensor)
+    if number is None:
+        raise UsageError("this tensor does not say on which device it is", hint="register its address and length")
+    return BorrowedMemory(
+        address=address, length=length, read_only=False, array=None, owner=tensor, kind=MemoryKind.HBM, device=number
+    )
+
+
+def _device_of(tensor: Any) -> tuple[str, int | None]:
+    """Type and number of a tensor's device; torch's own object, or its text."""
+    device = getattr(tensor, "device", "cpu")
+    kind, number = getattr(device, "type", None), getattr(device, "index", None)
+    if not isinstance(kind, str):
+        kind, _, index = str(device).partition(":")
+        number = int(index) if index.isdigit() else None
+    return kind, number if isinstance(number, int) else None
 
 
 def _from_dlpack(source: Any) -> BorrowedMemory:

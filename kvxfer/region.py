@@ -19,10 +19,15 @@ from kvxfer.deadline import seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.native.facts import MemoryKind
+from kvxfer.native.regions import not_addressable
+from kvxfer.tasks import shared
+
+COPY_INLINE_BYTES_MAX = 64 << 10  # of host memory: quicker than a thread
 
 if TYPE_CHECKING:
     from kvxfer.dataplane import DataPlane
-    from kvxfer.native.engine import RegionInfo
+    from kvxfer.native.engine import Engine, RegionInfo
 
 
 def check_span(offset: object, length: object, limit: int, what: str) -> None:
@@ -56,10 +61,11 @@ class Span:
 class Region:
     """Memory known to this process's engine. Made by `Client.alloc` or `Client.register`; release it with `release`.
 
-    ``region[a:b]`` is a `Span`. ``array`` (uint8, shape (length,)) is the memory itself.
+    ``region[a:b]`` is a `Span`. ``array`` (uint8, shape (length,)) is the memory itself, unless it is an accelerator's:
+    `read` and `write` copy from and to memory of every kind.
     """
 
-    def __init__(self, plane: DataPlane, info: RegionInfo, array: npt.NDArray[np.uint8], owner: object) -> None:
+    def __init__(self, plane: DataPlane, info: RegionInfo, array: npt.NDArray[np.uint8] | None, owner: object) -> None:
         self._plane = plane
         self._info = info
         self._owner: object | None = owner
@@ -67,7 +73,8 @@ class Region:
         self._lent: dict[int, Callable[[], None]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._quiet: asyncio.Future[Any] | None = None
-        self.array = array
+        self._copies: set[asyncio.Task[None]] = set()
+        self._array = array
         plane.hold(self)
 
     @property
@@ -89,6 +96,61 @@ class Region:
     def info(self) -> RegionInfo:
         """Everything the engine says about it."""
         return self._info
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory itself: uint8, shape (length,). Raises `UsageError` when the CPU cannot touch it."""
+        if self._array is None:
+            raise not_addressable(self._info)
+        return self._array
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Where the bytes are."""
+        return self._info.kind
+
+    @property
+    def device(self) -> int | None:
+        """The accelerator that the memory belongs to, or that reaches it (pinned host memory)."""
+        return self._info.device
+
+    async def write(self, offset: int, data: Any) -> None:
+        """Copy ``data`` (anything with a contiguous buffer) to ``offset`` on; works for memory of every kind.
+
+        Meanwhile the region cannot be released, and ``data`` must not change. Cancelled, the copy still ends by itself.
+        """
+        try:
+            view = memoryview(data)
+        except TypeError as wrong:
+            raise UsageError(f"cannot write a {type(data).__name__}", hint="pass bytes or a numpy array") from wrong
+        if not view.contiguous:
+            raise UsageError("cannot write memory that is not contiguous", hint="pass a copy of it")
+        if view.nbytes:
+            check_span(offset, view.nbytes, self.length, f"region {self.id}")
+            await self._copy(lambda engine: engine.write(self.id, offset, view), view.nbytes)
+
+    async def read(self, offset: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
+        """A copy of ``length`` bytes (None: all) from ``offset`` on: uint8, shape (length,); for memory of every kind.
+
+        Meanwhile the region cannot be released.
+        """
+        if length is None:
+            check_span(offset, 1, self.length, f"region {self.id}")
+            length = self.length - offset
+        check_span(offset, length, self.length, f"region {self.id}")
+        target = np.empty(length, dtype=np.uint8)
+        await self._copy(lambda engine: engine.read_into(self.id, offset, target), length)
+        return target
+
+    async def _copy(self, work: Callable[[Engine], None], length: int) -> None:
+        self.require()
+        if self._array is not None and length <= COPY_INLINE_BYTES_MAX:
+            work(self._plane.engine)
+            return
+        running = self._plane.off_loop(work, f"copy of region {self.id}")
+        self._copies.add(running)
+        running.add_done_callback(self._copies.discard)
+        await shared(running)
 
     def __len__(self) -> int:
         return self._info.length
@@ -179,6 +241,10 @@ class Region:
         await asyncio.shield(self._quiet)
 
     async def _before_release(self, drain: bool) -> None:
+        if self._copies and not drain:
+            raise RegionBusy(f"region {self.id} is read or written", region=self.id, hint="await it, or drain=True")
+        if self._copies:
+            await asyncio.wait(self._copies)
         if self._plane.twins(self):
             return
         if drain:

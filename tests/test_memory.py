@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import mmap
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
-from kvxfer.memory import borrow
+from kvxfer.memory import at_address, borrow
+from kvxfer.native.facts import MemoryKind
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def test_read_only_memory_is_known_as_such() -> None:
 class Tensor:
     """Looks like a torch tensor, as far as registration looks."""
 
-    def __init__(self, values: np.ndarray, device: str = "cpu") -> None:
+    def __init__(self, values: np.ndarray, device: object = "cpu") -> None:
         self.values, self.device = values, device
 
     def data_ptr(self) -> int:
@@ -53,8 +55,8 @@ def test_tensors_by_their_data_pointer() -> None:
     values = np.zeros((4, 4), dtype=np.float32)
     found = borrow(Tensor(values))
     assert (found.address, found.length) == (values.ctypes.data, 64)
-    with pytest.raises(RegistrationError, match="npu:0"):
-        borrow(Tensor(values, "npu:0"))
+    with pytest.raises(RegistrationError, match="cuda:0"):
+        borrow(Tensor(values, "cuda:0"))
     with pytest.raises(UsageError, match="contiguous"):
         borrow(Tensor(values[:, ::2]))
     with pytest.raises(InvalidLength):
@@ -96,3 +98,56 @@ def test_gaps_are_refused() -> None:
         borrow(np.zeros((4, 4))[:, ::2])
     with pytest.raises(UsageError, match="contiguous"):
         borrow(memoryview(bytearray(10))[::2])
+
+
+@dataclass(frozen=True)
+class Device:
+    """Looks like torch.device."""
+
+    type: str
+    index: int | None
+
+
+@pytest.mark.parametrize("device", ["npu:3", Device("npu", 3)], ids=["text", "object"])
+def test_tensors_of_a_device_by_address_only(device: object) -> None:
+    values = np.zeros((4, 4), dtype=np.float32)
+    tensor = Tensor(values, device)
+    found = borrow(tensor)
+    assert (found.kind, found.device, found.array) == (MemoryKind.HBM, 3, None)
+    assert (found.address, found.length) == (values.ctypes.data, 64)
+    assert found.owner is tensor
+    assert borrow(tensor, device=3) == found
+    with pytest.raises(UsageError, match="another device"):
+        borrow(tensor, device=2)
+
+
+def test_a_device_without_a_number_is_refused() -> None:
+    with pytest.raises(UsageError, match="on which device"):
+        borrow(Tensor(np.zeros(4), Device("npu", None)))
+
+
+def test_host_memory_for_a_device_is_pinned_memory() -> None:
+    found = borrow(np.zeros(4), device=1)
+    assert (found.kind, found.device) == (MemoryKind.PINNED, 1)
+    assert found.array is not None
+
+
+def test_bare_addresses() -> None:
+    values = np.arange(16, dtype=np.uint8)
+    found = at_address(values.ctypes.data, 16, MemoryKind.DRAM, None)
+    assert found.array is not None
+    assert found.array.tolist() == list(range(16))
+    on_device = at_address(1 << 40, 1 << 21, MemoryKind.HBM, 0)
+    assert (on_device.kind, on_device.device, on_device.array) == (MemoryKind.HBM, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "length", "error"),
+    [
+        *((address, 1, UsageError) for address in (0, None, 1.5, True, 1 << 64)),
+        *((4096, length, InvalidLength) for length in (0, None, (1 << 64) - 4096)),
+    ],
+)
+def test_impossible_addresses(address: object, length: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        at_address(address, length, MemoryKind.HBM, 0)

@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
-    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths", "identity")),
+    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths", "identity", "numa")),
     Layer(
         name="pure",
         modules=(
             *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
-            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally"),
+            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement"),
         ),
         pure=True,
     ),
@@ -39,6 +39,7 @@ LAYERS = (
             *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",
+                "allocation",
                 "region",
                 "transfer",
                 "reach",

@@ -3860,6 +3860,7 @@ static void _cffi_checkfld__kvx_device_info(kvx_device_info *p)
   (void)((p->total_bytes) | 0);  /* check that 'kvx_device_info.total_bytes' is an integer */
   (void)((p->arena_bytes) | 0);  /* check that 'kvx_device_info.arena_bytes' is an integer */
   (void)((p->region_bytes) | 0);  /* check that 'kvx_device_info.region_bytes' is an integer */
+  (void)((p->foreign_bytes) | 0);  /* check that 'kvx_device_info.foreign_bytes' is an integer */
   (void)((p->registrations) | 0);  /* check that 'kvx_device_info.registrations' is an integer */
   (void)((p->live_tokens) | 0);  /* check that 'kvx_device_info.live_tokens' is an integer */
   (void)((p->physical) | 0);  /* check that 'kvx_device_info.physical' is an integer */
@@ -4407,6 +4408,9 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "region_bytes", offsetof(kvx_device_info, region_bytes),
                     sizeof(((kvx_device_info *)0)->region_bytes),
                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "foreign_bytes", offsetof(kvx_device_info, foreign_bytes),
+                     sizeof(((kvx_device_info *)0)->foreign_bytes),
+                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "registrations", offsetof(kvx_device_info, registrations),
                      sizeof(((kvx_device_info *)0)->registrations),
                      _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4782,35 +4786,35 @@ static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
   { "kvx_counters", 363, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 18 },
   { "kvx_device_info", 364, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 72, 7 },
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 72, 8 },
   { "kvx_engine", 365, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
   { "kvx_engine_config", 366, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 79, 33 },
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 80, 33 },
   { "kvx_event", 367, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 112, 9 },
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 113, 9 },
   { "kvx_grant_info", 368, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 121, 5 },
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 122, 5 },
   { "kvx_import_info", 369, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 126, 4 },
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 127, 4 },
   { "kvx_mem_why", 370, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 130, 8 },
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 131, 8 },
   { "kvx_region_info", 371, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 138, 9 },
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 139, 9 },
   { "kvx_register_args", 372, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 147, 5 },
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 148, 5 },
   { "kvx_remote", 373, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 152, 5 },
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 153, 5 },
   { "kvx_segment", 374, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 157, 3 },
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 158, 3 },
   { "kvx_space", 375, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
   { "kvx_submit_args", 376, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 160, 7 },
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 161, 7 },
   { "kvx_transport_counters", 377, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 167, 20 },
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 168, 20 },
   { "kvx_transport_info", 380, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 187, 8 },
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 188, 8 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {

@@ -145,7 +145,8 @@ typedef struct kvx_device_info {
     uint64_t free_bytes; /* of the device's memory */
     uint64_t total_bytes;
     uint64_t arena_bytes;   /* what this engine took of it, */
-    uint64_t region_bytes;  /* and what its regions use: registered ones included */
+    uint64_t region_bytes;  /* and what of that its regions use */
+    uint64_t foreign_bytes; /* registered for the application, which took them itself */
     uint32_t registrations; /* arenas and registered memory, of at most 253 */
     uint32_t live_tokens;   /* operations of ours on its regions */
     int32_t physical;       /* number of the card in the host, -1 = unknown */

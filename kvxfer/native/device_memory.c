@@ -430,7 +430,8 @@ int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p
     for (uint32_t i = 0; i < core->regions.capacity; i++) {
         const region_box *box = core->regions.keys[i] ? core->regions.values[i] : NULL;
         if (box != NULL && box->region.device == device) {
-            info_p->region_bytes += box->region.kind == KVX_MEM_HBM ? box->region.length : 0;
+            uint64_t bytes = box->region.kind == KVX_MEM_HBM ? box->region.length : 0;
+            *(box->arena->space != NULL ? &info_p->region_bytes : &info_p->foreign_bytes) += bytes;
             info_p->live_tokens += box->pins;
         }
     }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvxfer import numa
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
 from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
@@ -116,7 +117,8 @@ class Engine:
         native.abi_version = lib.KVX_ABI_VERSION
         engine_p = ffi.new("kvx_engine **")
         why = ffi.new("char[512]")
-        status = lib.kvx_engine_open(native, engine_p, why, 512)
+        with numa.threads_on(config.numa_node) as self.numa:  # threads run where the one that makes them does
+            status = lib.kvx_engine_open(native, engine_p, why, 512)
         del keep  # the engine has its own copies
         if status != 0:
             text = ffi.string(why).decode("utf-8", "replace") or "cannot open the engine"
@@ -345,6 +347,12 @@ class Engine:
         target = bytearray(length)
         self.read_into(region, offset, target)
         return bytes(target)
+
+    def device_count(self) -> int:
+        """How many accelerators this process sees. The first call loads their library; `TransportUnavailable` says
+        why there is none. Callable from any thread.
+        """
+        return regions.device_count(ffi, lib)
 
     def device(self, device: int) -> DeviceInfo:
         """An accelerator as this engine sees it. Asks its driver; callable from any thread."""

@@ -22,7 +22,7 @@ SAME_NUMBERS = (
 NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
     *SAME_NUMBERS,
-    *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir"),
+    *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir", "numa_node"),
 )
 
 
@@ -122,6 +122,7 @@ class EngineConfig:
     manual: bool = False  # `loop` moves only in `Engine.step`
     cross_memory_attach: bool = True
     hugepages: bool = True
+    numa_node: str = ""  # of its threads: a number, "auto", or "" for any
     device_ipc: bool = True  # map device memory of other processes of this host
 
     @property
@@ -260,7 +261,8 @@ class RegionInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
     """One accelerator, all sizes in bytes. ``arena_bytes`` is what this engine took of its memory, ``region_bytes``
-    what its regions use (registered memory included); ``live_tokens``: operations of this engine on its regions now.
+    what its regions use of that, ``foreign_bytes`` what it registered for the application; ``live_tokens``: operations
+    of this engine on its regions now.
     """
 
     device: int
@@ -269,8 +271,14 @@ class DeviceInfo:
     total_bytes: int
     arena_bytes: int
     region_bytes: int
+    foreign_bytes: int
     registrations: int
     live_tokens: int
+
+    @property
+    def available_bytes(self) -> int:
+        """What a new region could get at most: free memory of the device, and free memory of this engine's arenas."""
+        return self.free_bytes + self.arena_bytes - self.region_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,21 @@ def copy(ffi: Any, lib: Any, engine: Any, region: int, offset: int, buffer: Any,
         raise memory_error(ffi, status, why, what, region=region, offset=offset, length=len(memory))
 
 
+def device_count(ffi: Any, lib: Any) -> int:
+    """How many accelerators this process sees; `TransportUnavailable` with the reason when their library is not there.
+
+    The first call loads the library.
+    """
+    why = ffi.new("char[1024]")
+    table = lib.kvx_ascend_get(why, 1024)
+    if table == ffi.NULL:
+        error = error_for(Status.UNSUPPORTED, what="devices")
+        error.message = f"{error.message}: {ffi.string(why).decode('utf-8', 'replace')}"
+        error.args = (error.message,)
+        raise error
+    return int(table.facts.devices)
+
+
 def device_info(ffi: Any, lib: Any, engine: Any, device: int) -> DeviceInfo:
     """``kvx_device_query``."""
     info, why = ffi.new("kvx_device_info *"), ffi.new("kvx_mem_why *")
@@ -148,6 +163,7 @@ def device_info(ffi: Any, lib: Any, engine: Any, device: int) -> DeviceInfo:
         total_bytes=info.total_bytes,
         arena_bytes=info.arena_bytes,
         region_bytes=info.region_bytes,
+        foreign_bytes=info.foreign_bytes,
         registrations=info.registrations,
         live_tokens=info.live_tokens,
     )
