@@ -175,6 +175,12 @@ class Config:
         pattern=r"[a-z_]+=[0-9.]+(,[a-z_]+=[0-9.]+)*",
         expects="name=value pairs separated by commas",
     )
+    spin_us: int = _int(
+        0,
+        0,
+        1000,
+        "Microseconds that tcp spins for the next message before it sleeps: quicker small transfers for CPU time.",
+    )
     inline_bytes_max: int = _size(
         256 * KIB, 0, 1 * MIB, "Transfers up to this size are copied by the caller's thread (tcp: 128 KiB at most)."
     )

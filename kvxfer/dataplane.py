@@ -350,14 +350,14 @@ class DataPlane:
         if isinstance(result, Event):
             self._finish(work, None, result)
             return
-        token, completion = result
+        token, _ = result
         ready.users += 1
+        self.engine.call_back(token, partial(self._completed, work))
         transfer.add_token(token)
-        completion.add_done_callback(partial(self._completed, work, token))
 
-    def _completed(self, work: Work, token: int, completion: asyncio.Future[Event]) -> None:
+    def _completed(self, work: Work, event: Event) -> None:
         self._unuse(work.ready)
-        self._finish(work, token, completion.result())
+        self._finish(work, event.token, event)
         self._retry_full()
 
     def _unuse(self, ready: Import) -> None:

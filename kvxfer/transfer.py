@@ -39,11 +39,11 @@ class Transfer:
         "_cancelling",
         "_error",
         "_on_settled",
-        "_outcome",
         "_parts_left",
         "_settled",
         "_timer",
         "_tokens",
+        "_waiters",
         "bytes_done",
         "op_id",
         "peer",
@@ -56,11 +56,11 @@ class Transfer:
         self._cancelling: KvxferError | None = None
         self._error: KvxferError | None = None
         self._on_settled: list[Callable[[Transfer], None]] = []
-        self._outcome: asyncio.Future[None] | None = None
         self._settled: asyncio.Future[None] | None = None
         self._parts_left = parts
         self._timer: asyncio.TimerHandle | None = None
         self._tokens: set[int] = set()
+        self._waiters: list[asyncio.Future[None]] = []  # one for each await in progress
         self.bytes_done = 0
         self.op_id = op_id
         self.peer = peer
@@ -86,7 +86,13 @@ class Transfer:
 
     def __await__(self) -> Generator[Any, None, Transfer]:
         if self.state == RUNNING:
-            yield from asyncio.shield(self._outcome_future()).__await__()
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                yield from waiter.__await__()
+            finally:
+                if waiter in self._waiters:  # cancelled
+                    self._waiters.remove(waiter)
         if self._error is not None:
             raise self._error
         return self
@@ -167,13 +173,9 @@ class Transfer:
         self.request_cancel(error)
 
     def _deadline_fired(self, timeout: float) -> None:
-        # Completions that are already in the ring arrived in time even if the loop was late to look. They reach their
-        # parts by callbacks of the loop, so the verdict comes behind those.
+        # Completions that are already in the ring arrived in time even if the loop was late to look.
         self._canceller.drain()
         self._timer = None
-        asyncio.get_running_loop().call_soon(self._give_up, timeout)
-
-    def _give_up(self, timeout: float) -> None:
         if self.state == RUNNING:
             self._fail(
                 TransferTimeout(
@@ -192,8 +194,10 @@ class Transfer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _announce_settled(self) -> None:
         if self._settled is not None and not self._settled.done():
@@ -205,11 +209,6 @@ class Transfer:
             except Exception as error:  # the others still have to hear of it
                 context = {"message": "a callback of a settled transfer failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
-
-    def _outcome_future(self) -> asyncio.Future[None]:
-        if self._outcome is None:
-            self._outcome = asyncio.get_running_loop().create_future()
-        return self._outcome
 
 
 async def gather_settled(transfers: Iterable[Transfer]) -> None:

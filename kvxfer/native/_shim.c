@@ -3904,6 +3904,7 @@ static void _cffi_checkfld__kvx_engine_config(kvx_engine_config *p)
   (void)((p->connect_ms) | 0);  /* check that 'kvx_engine_config.connect_ms' is an integer */
   (void)((p->handshake_ms) | 0);  /* check that 'kvx_engine_config.handshake_ms' is an integer */
   (void)((p->cancel_ms) | 0);  /* check that 'kvx_engine_config.cancel_ms' is an integer */
+  (void)((p->spin_us) | 0);  /* check that 'kvx_engine_config.spin_us' is an integer */
   { uint8_t(*tmp)[16] = &p->engine_id; (void)tmp; }
 }
 struct _cffi_align__kvx_engine_config { char x; kvx_engine_config y; };
@@ -4516,6 +4517,9 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "cancel_ms", offsetof(kvx_engine_config, cancel_ms),
                  sizeof(((kvx_engine_config *)0)->cancel_ms),
                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "spin_us", offsetof(kvx_engine_config, spin_us),
+               sizeof(((kvx_engine_config *)0)->spin_us),
+               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
                  _CFFI_OP(_CFFI_OP_NOOP, 382) },
@@ -4790,31 +4794,31 @@ static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
   { "kvx_engine", 365, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
   { "kvx_engine_config", 366, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 80, 33 },
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 80, 34 },
   { "kvx_event", 367, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 113, 9 },
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 114, 9 },
   { "kvx_grant_info", 368, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 122, 5 },
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 123, 5 },
   { "kvx_import_info", 369, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 127, 4 },
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 128, 4 },
   { "kvx_mem_why", 370, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 131, 8 },
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 132, 8 },
   { "kvx_region_info", 371, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 139, 9 },
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 140, 9 },
   { "kvx_register_args", 372, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 148, 5 },
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 149, 5 },
   { "kvx_remote", 373, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 153, 5 },
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 154, 5 },
   { "kvx_segment", 374, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 158, 3 },
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 159, 3 },
   { "kvx_space", 375, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
   { "kvx_submit_args", 376, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 161, 7 },
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 162, 7 },
   { "kvx_transport_counters", 377, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 168, 20 },
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 169, 20 },
   { "kvx_transport_info", 380, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 188, 8 },
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 189, 8 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {

@@ -99,6 +99,7 @@ typedef struct kvx_engine_config {
     uint32_t connect_ms;         /* a connect that takes longer fails */
     uint32_t handshake_ms;       /* an accepted connection must have proved itself by then */
     uint32_t cancel_ms;          /* a cancelled put that the peer does not settle resets the connection */
+    uint32_t spin_us;            /* tcp looks at its sockets for so long before it sleeps, 0 = sleeps at once */
     uint8_t engine_id[16];       /* random, names this engine to its peers */
 } kvx_engine_config;
 

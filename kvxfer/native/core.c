@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -205,6 +206,20 @@ void kvx_wake_slot(kvx_core *core, uint32_t slot) {
     }
 }
 
+int kvx_core_owner_set(kvx_core *core, uint32_t slot, void (*turn)(void *transport), void *transport) {
+    KVX_ASSERT(slot < KVX_TRANSPORTS_MAX);
+    if (core->owner_set < 0) {
+        core->owner_set = epoll_create1(EPOLL_CLOEXEC);
+        struct epoll_event event = {.events = EPOLLIN};
+        if (core->owner_set < 0 || epoll_ctl(core->owner_set, EPOLL_CTL_ADD, core->ring.fd, &event) != 0) {
+            return -1;
+        }
+    }
+    core->slots[slot].owner_turn = turn;
+    core->slots[slot].owner_transport = transport;
+    return core->owner_set;
+}
+
 const kvx_engine_config *kvx_core_config(const kvx_core *core) {
     return &core->config;
 }
@@ -244,6 +259,7 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
         {"connect_ms", c->connect_ms, 1, 3600000},
         {"handshake_ms", c->handshake_ms, 1, 3600000},
         {"cancel_ms", c->cancel_ms, 1, 3600000},
+        {"spin_us", c->spin_us, 0, 1000},
     };
     for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
         if (ranges[i].value < ranges[i].low || ranges[i].value > ranges[i].high) {
@@ -330,6 +346,7 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
         }
     }
     if (status != KVX_OK) {
+        slot->owner_turn = NULL;
         for (int i = 0; i < KVX_THREADS_MAX; i++) {
             if (slot->wake_fds[i] >= 0) {
                 close(slot->wake_fds[i]);
@@ -391,7 +408,7 @@ static int core_open(kvx_core *core, const kvx_engine_config *config, char *why,
     pthread_mutex_init(&core->lock, NULL);
     pthread_mutex_init(&core->pool_lock, NULL);
     pthread_cond_init(&core->pool_wake, NULL);
-    core->ring.fd = -1;
+    core->ring.fd = core->owner_set = -1;
     core->next_id = 1;
     kvx_random(&core->generation_base, sizeof(core->generation_base));
     core->generation_base &= INT64_MAX; /* 63 bits: a counter on top cannot wrap */
@@ -483,6 +500,9 @@ void kvx_engine_close(kvx_engine *engine) {
         }
     }
     kvx_ops_free(core);
+    if (core->owner_set >= 0) {
+        close(core->owner_set);
+    }
     kvx_ring_close(&core->ring);
     kvx_table_free(&core->regions);
     kvx_table_free(&core->grants);
@@ -500,13 +520,25 @@ void kvx_engine_close(kvx_engine *engine) {
 /* -- events ----------------------------------------------------------------------------------------------- */
 
 int kvx_engine_fd(const kvx_engine *engine) {
-    return engine->core.ring.fd;
+    return engine->core.owner_set >= 0 ? engine->core.owner_set : engine->core.ring.fd;
+}
+
+static void owner_turns(kvx_core *core) {
+    for (uint32_t i = 0; i < core->slot_count && !core->closing; i++) {
+        if (core->slots[i].owner_turn != NULL) {
+            core->slots[i].owner_turn(core->slots[i].owner_transport);
+        }
+    }
 }
 
 uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max) {
     kvx_core *core = &engine->core;
     kvx_ring_clear(&core->ring);
+    kvx_lock(core);
+    core->ring.signalled = true; /* what is pushed from here on is popped below, nobody has to write to the fd */
+    kvx_unlock(core);
     kvx_deferred_run(core);
+    owner_turns(core);
     uint32_t count = 0;
     kvx_lock(core);
     core->ring.signalled = false;

@@ -28,6 +28,8 @@ typedef struct kvx_slot {
     uint32_t threads;
     uint32_t started;
     int wake_fds[KVX_THREADS_MAX];
+    void (*owner_turn)(void *); /* with owner_transport, at the beginning of each drain; NULL: none */
+    void *owner_transport;
     pthread_t ids[KVX_THREADS_MAX];
 } kvx_slot;
 
@@ -120,6 +122,7 @@ struct kvx_core {
     uint32_t unavailable_count;
 
     kvx_ring ring;
+    int owner_set;    /* epoll: the ring's fd and what transports have put in; -1: only the ring's fd is watched */
     uint64_t next_id; /* of objects and tokens alike */
     uint64_t generation_base;
     kvx_table regions, grants, peers, imports, ops;

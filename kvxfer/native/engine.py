@@ -87,7 +87,7 @@ class Engine:
         self._fork = _forks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event: Callable[[Event], None] | None = None
-        self._pending: dict[int, asyncio.Future[Event]] = {}
+        self._pending: dict[int, asyncio.Future[Event] | Callable[[Event], None]] = {}
         self.stray_events = 0  # completions of tokens that nobody waits for: a bug if it is ever not 0
         self._guests = 0  # calls from other threads that are inside C
         self._guests_left = threading.Condition()
@@ -231,20 +231,30 @@ class Engine:
         count: int = lib.kvx_engine_drain(engine, events, DRAIN_MAX)
         for event in [_event(events[index]) for index in range(count)]:
             if event.token:
-                future = self._pending.pop(event.token, None)
-                if future is None:
+                waiting = self._pending.pop(event.token, None)
+                if waiting is None:
                     self.stray_events += 1
-                elif not future.done():
-                    future.set_result(event)
+                elif not isinstance(waiting, asyncio.Future):
+                    self._tell(waiting, event, later=closing)
+                elif not waiting.done():
+                    waiting.set_result(event)
             elif self._on_event is not None and not closing:
-                self._tell(event)
+                self._tell(self._on_event, event)
         return count
 
-    def _tell(self, event: Event) -> None:
-        assert self._on_event is not None
+    def call_back(self, token: int, callback: Callable[[Event], None]) -> None:
+        """Instead of the future of a transfer just submitted: call at once, which saves a turn of the loop."""
+        assert token in self._pending
+        self._pending[token] = callback
+
+    def _tell(self, listener: Callable[[Event], None], event: Event, *, later: bool = False) -> None:
         assert self._loop is not None
+        if later:
+            if not self._loop.is_closed():
+                self._loop.call_soon(listener, event)
+            return
         try:
-            self._on_event(event)
+            listener(event)
         except Exception as error:  # one bad listener must not take the other events with it
             context = {"message": "the listener of engine events failed", "exception": error}
             self._loop.call_exception_handler(context)

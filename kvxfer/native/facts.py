@@ -17,7 +17,7 @@ TEXTS = ("socket_dir", "tcp_bind", "tcp_congestion", "fault_spec", "counters_pat
 SAME_NUMBERS = (
     *("tcp_threads", "tcp_streams", "copy_threads", "inflight_max", "notify_max", "regions_max", "grants_max"),
     *("peers_max", "accepted_max", "segments_max", "inline_bytes_max", "nt_bytes_min", "chunk_bytes", "frame_bytes"),
-    *("hbm_arena_bytes", "pinned_arena_bytes"),
+    *("hbm_arena_bytes", "pinned_arena_bytes", "spin_us"),
 )
 NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
@@ -119,6 +119,7 @@ class EngineConfig:
     connect_ms: int = 5000
     handshake_ms: int = 5000
     cancel_ms: int = 1000
+    spin_us: int = 0
     manual: bool = False  # `loop` moves only in `Engine.step`
     cross_memory_attach: bool = True
     hugepages: bool = True

@@ -239,6 +239,10 @@ int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segmen
     return KVX_OK;
 }
 
+bool kvx_op_in_submit(const kvx_op *op) {
+    return submitting.op == op;
+}
+
 static void count_op(kvx_core *core, const op_box *box, int status, uint64_t bytes, bool inlined) {
     kvx_transport_counters *row = &core->counters->row[box->slot];
     const kvx_op *op = &box->op;

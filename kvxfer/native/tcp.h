@@ -1,11 +1,12 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c).
+ * tcp_xfer.c tcp_owner.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
- * frees. Sending is guarded by conn->tx_lock, so that the engine's owner thread may send a small request by itself when
- * nobody else is sending. What waits to be sent for a peer is guarded by peer->lock, which is never held during a
- * system call on a socket: submitting never waits for a large send. Lock order: tx_lock, peer->lock, thread->lock; the
- * core's functions are called without peer->lock.
+ * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
+ * owner thread (tcp_owner.c). Sending is guarded by conn->tx_lock, so that the engine's owner thread may send a small
+ * request by itself when nobody else is sending. What waits to be sent for a peer is guarded by peer->lock, which is
+ * never held during a system call on a socket: submitting never waits for a large send. Lock order: rx_lock, tx_lock,
+ * peer->lock, thread->lock; the core's functions are called without peer->lock.
  *
  * Roles: a dialler (tcp_peer.c, tcp_xfer.c) sends requests and takes answers in the order of its requests; an acceptor
  * (tcp_serve.c) checks every request against the grants of this engine and answers in order. Every access that an
@@ -35,6 +36,8 @@
 #define TCP_RETRY_ACCEPT_MS 100          /* after running out of descriptors */
 #define TCP_DEAD_MS         10000        /* no sign of life from the other host while something is under way */
 #define TCP_BACKLOG         512
+#define TCP_OWNED_MAX       8            /* connections that the owner thread receives from */
+#define TCP_SMALL_BYTES_MAX (128u << 10) /* the owner thread never sends or receives more by itself, in one turn */
 
 typedef struct tcp_conn tcp_conn;
 typedef struct tcp_peer tcp_peer;
@@ -72,6 +75,7 @@ typedef struct tcp_thread {
     int wake_fd;          /* the core's: a cancel, a revoke, room for notifications, the end */
     int kick_fd;          /* ours: the lists below */
     uint64_t deadline_ms; /* earliest of this thread's connections, 0 = none */
+    uint64_t spin_until_us;
     tcp_conn *conns;
     tcp_conn *graveyard; /* freed after the current batch of events */
     pthread_mutex_t lock;
@@ -101,7 +105,10 @@ struct tcp_transport {
     _Atomic uint32_t accepted; /* connections, proved or not */
     _Atomic uint32_t unproved;
     pthread_mutex_t lock;
-    tcp_peer *peers; /* all, for close */
+    tcp_peer *peers;                /* all, for close */
+    int owner_set;                  /* epoll set of the owner thread, the core's */
+    tcp_conn *owned[TCP_OWNED_MAX]; /* the owner thread only */
+    uint32_t owned_count;
 };
 
 /* -- sending ---------------------------------------------------------------------------------------------------- */
@@ -181,8 +188,8 @@ struct tcp_conn {
     int fd;
     uint32_t role;
     _Atomic tcp_state state;
-    uint32_t events; /* in the epoll set */
-    bool want_out;   /* guarded by tx_lock */
+    uint32_t events; /* in the epoll set of the thread; rx_lock */
+    bool want_out;   /* changed with tx_lock (and rx_lock) */
     uint64_t deadline_ms;
     _Atomic uint64_t watch_ms; /* look whether the other host is alive; 0 = nothing was sent lately */
     kvx_stream_auth auth;
@@ -192,7 +199,13 @@ struct tcp_conn {
     pthread_mutex_t tx_lock;
     tcp_tx tx;
 
-    /* receiving; the thread only */
+    /* receiving: rx_lock on a dialler, an acceptor's are the thread's only */
+    pthread_mutex_t rx_lock;
+    _Atomic bool owned; /* the owner thread wants to be woken instead of ours */
+    bool in_owner_set;
+    bool on_owner; /* the owner thread is at it */
+    bool end_wanted, end_reset;
+    int end_status, end_errno;
     int32_t rx_status; /* of the frame whose payload arrives; not KVX_OK: discard */
     int32_t rx_segment;
     uint32_t rx_crc;
@@ -303,6 +316,9 @@ void kvx_tcp_conn_watch(tcp_conn *conn);                          /* something m
 void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms);
 void kvx_tcp_conn_arm(tcp_conn *conn);   /* epoll interest from want_out and rx_stopped */
 void kvx_tcp_conn_parse(tcp_conn *conn); /* go on with what is buffered */
+void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max);
+/* On its thread: ends it if the owner thread asked for that. */
+bool kvx_tcp_conn_ended(tcp_conn *conn);
 void kvx_tcp_inbox(tcp_conn *conn);
 
 /* tcp_send.c */
@@ -351,6 +367,14 @@ void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes); /* for the corrupt se
 void kvx_tcp_xfer_scan(tcp_conn *conn);                    /* look for cancelled ops */
 void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno);
 void kvx_tcp_xfer_sweep(tcp_peer *peer, int status); /* complete what never started */
+
+/* tcp_owner.c; all on the engine's owner thread */
+uint64_t kvx_tcp_small_bytes(const tcp_transport *tcp); /* the largest transfer that the owner thread handles itself */
+void kvx_tcp_own(tcp_conn *conn);                       /* a small request was sent, nothing else is in flight */
+void kvx_tcp_disown(const tcp_peer *peer);              /* more than small requests follow, or the end */
+void kvx_tcp_owner_turn(void *transport);
+void kvx_tcp_owner_spin(tcp_conn *conn); /* wait for the answer, at most config->spin_us */
+uint64_t kvx_tcp_now_us(void);
 
 /* transport_tcp.c */
 void kvx_tcp_kick(tcp_conn *conn);      /* peer->lock is held for diallers */

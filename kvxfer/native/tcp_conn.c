@@ -38,6 +38,7 @@ tcp_conn *kvx_tcp_conn_new(tcp_transport *tcp, uint32_t role) {
     memcpy(conn->hello.engine_id, tcp->config->engine_id, KVX_ID_BYTES);
     kvx_random(conn->hello.nonce, KVX_NONCE_BYTES);
     pthread_mutex_init(&conn->tx_lock, NULL);
+    pthread_mutex_init(&conn->rx_lock, NULL);
     kvx_rx_init(&conn->rx, role, tcp->frame_bytes);
     return conn;
 }
@@ -49,6 +50,7 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
         free(control);
     }
     pthread_mutex_destroy(&conn->tx_lock);
+    pthread_mutex_destroy(&conn->rx_lock);
     free(conn->requests);
     free(conn->rx_segments);
     free(conn->attached);
@@ -69,7 +71,17 @@ void kvx_tcp_conn_arm(tcp_conn *conn) {
     if (conn->state == TCP_DEAD) {
         return;
     }
-    uint32_t events = (conn->rx_stopped ? 0 : (uint32_t)EPOLLIN);
+    if (atomic_load(&conn->owned) != conn->in_owner_set) {
+        struct epoll_event owner = {.events = EPOLLIN};
+        conn->in_owner_set = !conn->in_owner_set;
+        int op = conn->in_owner_set ? EPOLL_CTL_ADD : EPOLL_CTL_DEL;
+        if (epoll_ctl(conn->tcp->owner_set, op, conn->fd, &owner) != 0) {
+            KVX_ASSERT(conn->in_owner_set); /* taking out needs no memory */
+            conn->in_owner_set = false;
+            atomic_store(&conn->owned, false);
+        }
+    }
+    uint32_t events = conn->rx_stopped || conn->in_owner_set ? 0 : (uint32_t)EPOLLIN;
     if (conn->state == TCP_CONNECTING || conn->want_out) {
         events |= EPOLLOUT;
     }
@@ -83,7 +95,7 @@ void kvx_tcp_conn_arm(tcp_conn *conn) {
     conn->events = events;
 }
 
-void kvx_tcp_conn_adopt(tcp_conn *conn) {
+static void adopt(tcp_conn *conn) {
     tcp_thread *thread = conn->thread;
     const kvx_engine_config *config = conn->tcp->config;
     conn->next = thread->conns;
@@ -114,8 +126,21 @@ void kvx_tcp_conn_adopt(tcp_conn *conn) {
     }
 }
 
+void kvx_tcp_conn_adopt(tcp_conn *conn) {
+    pthread_mutex_lock(&conn->rx_lock);
+    adopt(conn);
+    pthread_mutex_unlock(&conn->rx_lock);
+}
+
 void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
-    if (conn->state == TCP_DEAD) {
+    if (conn->state == TCP_DEAD || conn->end_wanted) {
+        return;
+    }
+    if (conn->on_owner) { /* this is not our thread: it will be told */
+        conn->end_wanted = true;
+        conn->end_status = status;
+        conn->end_errno = sys_errno;
+        conn->end_reset = reset;
         return;
     }
     tcp_thread *thread = conn->thread;
@@ -123,6 +148,10 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     conn->state = TCP_DEAD;
     conn->want_out = false;
     conn->sending = NULL;
+    if (conn->in_owner_set) { /* a fork may keep the socket open, and the set would keep it too */
+        (void)epoll_ctl(conn->tcp->owner_set, EPOLL_CTL_DEL, conn->fd, NULL);
+        conn->in_owner_set = false;
+    }
     if (conn->fd >= 0) {
         struct linger linger = {.l_onoff = 1, .l_linger = 0};
         if (reset) {
@@ -149,6 +178,14 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     }
     conn->grave_next = thread->graveyard;
     thread->graveyard = conn;
+}
+
+bool kvx_tcp_conn_ended(tcp_conn *conn) {
+    if (conn->end_wanted) {
+        conn->end_wanted = false;
+        kvx_tcp_conn_end(conn, conn->end_status, conn->end_errno, conn->end_reset);
+    }
+    return conn->state == TCP_DEAD;
 }
 
 void kvx_tcp_conn_linger(tcp_conn *conn) {
@@ -314,9 +351,13 @@ static void payload_end(tcp_conn *conn) {
     }
 }
 
+static bool receiving(const tcp_conn *conn) {
+    return (conn->state == TCP_GREETING || conn->state == TCP_OPEN) && !conn->rx_stopped && !conn->end_wanted;
+}
+
 void kvx_tcp_conn_parse(tcp_conn *conn) {
     bool dialler = conn->role == KVX_STREAM_DIALLER;
-    while ((conn->state == TCP_GREETING || conn->state == TCP_OPEN) && !conn->rx_stopped) {
+    while (receiving(conn)) {
         switch (kvx_rx_next(&conn->rx)) {
         case KVX_RX_HELLO:
             greeted(conn);
@@ -390,11 +431,10 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
     return result;
 }
 
-static void receive_turn(tcp_conn *conn) {
+void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max) {
     uint64_t turn = 0;
     bool full = true;
-    while (full && turn < TCP_TURN_BYTES && (conn->state == TCP_GREETING || conn->state == TCP_OPEN) &&
-           !conn->rx_stopped) {
+    while (full && turn < bytes_max && receiving(conn) && !(conn->on_owner && conn->rx.payload_left > bytes_max)) {
         ssize_t result = receive(conn, &full);
         if (result < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
@@ -417,8 +457,8 @@ static void discard_turn(tcp_conn *conn) {
     }
 }
 
-void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events) {
-    if (conn->state == TCP_DEAD) {
+static void event(tcp_conn *conn, uint32_t events) {
+    if (kvx_tcp_conn_ended(conn)) {
         return;
     }
     if (conn->state == TCP_CONNECTING) {
@@ -435,7 +475,7 @@ void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events) {
     if (conn->state == TCP_LINGER) {
         discard_turn(conn);
     } else if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
-        receive_turn(conn);
+        kvx_tcp_conn_receive(conn, TCP_TURN_BYTES);
     }
     if (broken) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, ECONNRESET, true);
@@ -443,4 +483,10 @@ void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events) {
     if (conn->state == TCP_OPEN || conn->state == TCP_LINGER) {
         kvx_tcp_pump(conn);
     }
+}
+
+void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events) {
+    pthread_mutex_lock(&conn->rx_lock);
+    event(conn, events);
+    pthread_mutex_unlock(&conn->rx_lock);
 }

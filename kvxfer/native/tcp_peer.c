@@ -282,6 +282,7 @@ int kvx_tcp_peer_close(void *transport, kvx_peer *kvx, kvx_import *import) {
     if (import != NULL) {
         return import_close(peer, import);
     }
+    kvx_tcp_disown(peer); /* from here on the home thread may free it */
     pthread_mutex_lock(&peer->lock);
     peer->closing = true;
     kick_all(peer);

@@ -12,8 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define DIRECT_BYTES_MAX (128u << 10) /* largest put that the submitting thread may send by itself */
-
 /* -- the queue; peer->lock is held ------------------------------------------------------------------------------ */
 
 static void run_push(tcp_peer *peer, tcp_xfer *xfer) {
@@ -102,11 +100,8 @@ static void complete(tcp_xfer *done) {
 /* -- submit ----------------------------------------------------------------------------------------------------- */
 
 static bool is_small(const tcp_peer *peer, const kvx_op *op) {
-    uint64_t most = peer->tcp->config->inline_bytes_max;
-    if (most > DIRECT_BYTES_MAX) {
-        most = DIRECT_BYTES_MAX;
-    }
-    return op->kind == KVX_OP_GET ? op->bytes <= peer->tcp->frame_bytes && op->count <= 64 : op->bytes <= most;
+    return op->kind == KVX_OP_GET ? op->bytes <= peer->tcp->frame_bytes && op->count <= 64
+                                  : op->bytes <= kvx_tcp_small_bytes(peer->tcp);
 }
 
 /* With peer->lock held: an idle stream whose sending half is ours now, or NULL. */
@@ -127,12 +122,40 @@ static tcp_conn *stream_take(tcp_peer *peer) {
     return NULL;
 }
 
+/* The idle stream's sending half is ours; `answer_too`: and this thread wants to take the answer. */
+static void send_now(tcp_conn *conn, bool answer_too) {
+    tcp_peer *peer = conn->peer;
+    bool left = kvx_tcp_flush(conn, TCP_SMALL_BYTES_MAX) != TCP_FLUSH_IDLE;
+    pthread_mutex_lock(&peer->lock);
+    bool waiting = peer->run_first != NULL, alone = peer->xfers != NULL && peer->xfers->next == NULL;
+    pthread_mutex_unlock(&peer->lock);
+    if (left || waiting || conn->watch_ms == 0) {
+        kvx_tcp_kick(conn); /* its thread waits for the socket, and watches over the other host */
+    }
+    pthread_mutex_unlock(&conn->tx_lock);
+    if (!answer_too) {
+        return;
+    }
+    if (waiting) {
+        kvx_tcp_disown(peer);
+        return;
+    }
+    kvx_tcp_own(conn);
+    if (alone && !left && peer->tcp->config->spin_us != 0) {
+        kvx_tcp_owner_spin(conn);
+    }
+}
+
 int kvx_tcp_submit(void *transport, kvx_op *op) {
     (void)transport;
     tcp_peer *peer = op->import->peer->transport_data;
+    bool owner = kvx_op_in_submit(op), small = op->bytes <= kvx_tcp_small_bytes(peer->tcp);
     tcp_xfer *xfer = calloc(1, sizeof *xfer);
     if (xfer == NULL) {
         return KVX_E_NOMEM;
+    }
+    if (owner && !small) {
+        kvx_tcp_disown(peer);
     }
     xfer->op = op;
     xfer->segment = -1;
@@ -161,11 +184,9 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
     }
     pthread_mutex_unlock(&peer->lock);
     if (conn != NULL) {
-        bool left = kvx_tcp_flush(conn, DIRECT_BYTES_MAX) != TCP_FLUSH_IDLE;
-        if (left || conn->watch_ms == 0) {
-            kvx_tcp_kick(conn); /* its thread waits for the socket, and watches over the other host */
-        }
-        pthread_mutex_unlock(&conn->tx_lock);
+        send_now(conn, owner && small);
+    } else if (owner) {
+        kvx_tcp_disown(peer);
     }
     return KVX_PENDING;
 }

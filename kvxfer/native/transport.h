@@ -166,6 +166,13 @@ void kvx_core_threads_set(kvx_core *core, uint32_t slot, uint32_t threads);
  * transport drains it (read 8 bytes). */
 int kvx_core_wake_fd(kvx_core *core, uint32_t slot, uint32_t thread);
 void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread);
+/* In `open`: the owner thread may do work of this transport itself and save a wake-up. It calls `turn` at the beginning
+ * of each kvx_engine_drain; what has to call it there goes into the returned epoll set (level-triggered; only whether
+ * anything is ready matters, so `data` is free), which then is kvx_engine_fd. `turn` may neither block nor move more
+ * than config->inline_bytes_max says of a submit. -1: no descriptor left. */
+int kvx_core_owner_set(kvx_core *core, uint32_t slot, void (*turn)(void *transport), void *transport);
+/* Is this the owner thread, inside the kvx_submit of that op? Then completing it now completes it inline. */
+bool kvx_op_in_submit(const kvx_op *op);
 const kvx_engine_config *kvx_core_config(const kvx_core *core);
 /* Before a transport takes import->mapping away: nobody new gets to see it. True: the application looks at it. */
 bool kvx_mapping_hide(kvx_import *import);

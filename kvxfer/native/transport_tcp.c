@@ -8,6 +8,7 @@
 #include "tcp.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -137,6 +138,12 @@ static void revoke_here(tcp_thread *thread, tcp_revoke_node *node) {
     }
 }
 
+static void kicked(tcp_conn *conn) {
+    if (conn->state != TCP_NEW && !kvx_tcp_conn_ended(conn) && !kvx_tcp_peer_over(conn) && conn->state == TCP_OPEN) {
+        kvx_tcp_pump(conn);
+    }
+}
+
 static void work_off(tcp_thread *thread) {
     tcp_conn *adopt, *kick;
     tcp_peer *todo;
@@ -145,9 +152,10 @@ static void work_off(tcp_thread *thread) {
         if (adopt != NULL) {
             kvx_tcp_conn_adopt(adopt);
         }
-        if (kick != NULL && kick->state != TCP_NEW && kick->state != TCP_DEAD && !kvx_tcp_peer_over(kick) &&
-            kick->state == TCP_OPEN) {
-            kvx_tcp_pump(kick);
+        if (kick != NULL) {
+            pthread_mutex_lock(&kick->rx_lock);
+            kicked(kick);
+            pthread_mutex_unlock(&kick->rx_lock);
         }
         if (revoke != NULL) {
             revoke_here(thread, revoke);
@@ -231,7 +239,9 @@ static void look_at_all(tcp_thread *thread) {
             continue;
         }
         if (conn->role == KVX_STREAM_DIALLER) {
+            pthread_mutex_lock(&conn->rx_lock);
             kvx_tcp_xfer_scan(conn);
+            pthread_mutex_unlock(&conn->rx_lock);
         } else if (conn->rx_stopped) {
             kvx_tcp_serve_wake(conn);
             if (conn->state == TCP_OPEN || conn->state == TCP_LINGER) {
@@ -249,7 +259,9 @@ static void deadlines(tcp_thread *thread, uint64_t now_ms) {
     thread->deadline_ms = 0;
     for (tcp_conn *conn = thread->conns, *next; conn != NULL; conn = next) {
         next = conn->next;
+        pthread_mutex_lock(&conn->rx_lock);
         kvx_tcp_conn_expired(conn, now_ms);
+        pthread_mutex_unlock(&conn->rx_lock);
         if (conn->state != TCP_DEAD && conn->deadline_ms != 0) {
             kvx_tcp_conn_deadline(conn, conn->deadline_ms);
         }
@@ -288,13 +300,32 @@ static int wait_ms(const tcp_thread *thread, int timeout_ms) {
     return timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
 }
 
+/* A request was served just now: the next one may be on its way. */
+static int spin(tcp_thread *thread, struct epoll_event *events) {
+    int count;
+    while ((count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, 0)) == 0 &&
+           kvx_tcp_now_us() < thread->spin_until_us) {
+        sched_yield();
+    }
+    if (count == 0) {
+        thread->spin_until_us = 0;
+    }
+    return count;
+}
+
 static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
     tcp_transport *tcp = transport;
     tcp_thread *thread = &tcp->thread[index];
     struct epoll_event events[EVENTS_MAX];
-    int count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, wait_ms(thread, timeout_ms));
+    int count = 0;
+    if (thread->spin_until_us != 0) {
+        count = spin(thread, events);
+    }
+    if (count == 0) {
+        count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, wait_ms(thread, timeout_ms));
+    }
     uint64_t value;
-    bool woken = false;
+    bool woken = false, served = false;
     for (int i = 0; i < count; i++) {
         void *what = events[i].data.ptr;
         if (what == &thread->wake_fd) {
@@ -304,8 +335,12 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
         } else if (what == &tcp->listen_fd) {
             accept_turn(tcp);
         } else {
+            served |= ((tcp_conn *)what)->role == KVX_STREAM_ACCEPTOR;
             kvx_tcp_conn_event(what, events[i].events);
         }
+    }
+    if (served && tcp->config->spin_us != 0) {
+        thread->spin_until_us = kvx_tcp_now_us() + tcp->config->spin_us;
     }
     work_off(thread);
     if (woken) {
@@ -385,6 +420,11 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
     }
     kvx_core_threads_set(core, slot, tcp->threads);
     int status = kvx_tcp_listen(tcp, why, why_size);
+    tcp->owner_set = kvx_core_owner_set(core, slot, kvx_tcp_owner_turn, tcp);
+    if (status == KVX_OK && tcp->owner_set < 0) {
+        status = KVX_E_FDS;
+        snprintf(why, why_size, "tcp: no event descriptors: %s", strerror(errno));
+    }
     for (uint32_t i = 0; status == KVX_OK && i < tcp->threads; i++) {
         if (!thread_open(tcp, i)) {
             status = errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
