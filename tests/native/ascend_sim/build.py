@@ -1,4 +1,4 @@
-"""Compiles the simulated CANN libraries: one directory per toolkit version, string ABI, compiler and text of the sources.
+"""Compiles the simulated CANN libraries: a directory per toolkit version, string ABI, compiler and text of sources.
 
 ``build("9.1", abi=1)`` gives the directory that ``KVXFER_CANN_LIBDIR`` is to name; a second call finds it made. Several
 processes may ask at once: one builds under a file lock into a directory that is then renamed. ``CXX`` chooses the
@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,8 @@ LIBRARIES = (
 
 
 def sources() -> list[Path]:
-    return sorted(path for path in HERE.iterdir() if path.suffix in (".cc", ".h", ".py"))
+    """What decides whether something is built again."""
+    return sorted(path for path in HERE.iterdir() if path.suffix in (".cc", ".h") or path.name == "build.py")
 
 
 @cache
@@ -120,15 +122,11 @@ def compile_into(directory: Path, options: list[str]) -> None:
     (directory / "libascendcl.so").symlink_to("libacl_rt.so")
 
 
-def build(variant: str = "9.1", abi: int = 1, sanitize: str | None = None) -> Path:
-    """The directory with the libraries, built if need be. ``sanitize``: what -fsanitize= takes."""
-    if variant not in VARIANTS or abi not in (0, 1):
-        raise ValueError(f"variant {variant!r} is not one of {VARIANTS}, or abi {abi!r} not 0 or 1")
-    options = flags(variant, abi, sanitize)
-    digest = hashlib.sha256(repr((options, compiler())).encode())
+def made(family: Path, options: list[str], work: Callable[[Path], None], *also: object) -> Path:
+    """The directory in `family` for these options and sources; `work` fills it when it is not there."""
+    digest = hashlib.sha256(repr((options, compiler(), also)).encode())
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    family = BUILT / f"{variant}-abi{abi}{'-' + sanitize.replace(',', '-') if sanitize else ''}"
     target = family / digest.hexdigest()[:16]
     if target.is_dir():
         return target
@@ -137,13 +135,34 @@ def build(variant: str = "9.1", abi: int = 1, sanitize: str | None = None) -> Pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():
             return target
-        work = Path(tempfile.mkdtemp(dir=family, prefix=".work-"))
+        fresh = Path(tempfile.mkdtemp(dir=family, prefix=".work-"))
         try:
-            compile_into(work, options)
-            work.rename(target)
+            work(fresh)
+            fresh.rename(target)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def build(variant: str = "9.1", abi: int = 1, sanitize: str | None = None) -> Path:
+    """The directory with the libraries, built if need be. ``sanitize``: what -fsanitize= takes."""
+    if variant not in VARIANTS or abi not in (0, 1):
+        raise ValueError(f"variant {variant!r} is not one of {VARIANTS}, or abi {abi!r} not 0 or 1")
+    options = flags(variant, abi, sanitize)
+    family = BUILT / f"{variant}-abi{abi}{'-' + sanitize.replace(',', '-') if sanitize else ''}"
+    return made(family, options, lambda work: compile_into(work, options))
+
+
+def build_driver(variant: str, abi: int, libraries: Path, sanitize: str | None = None) -> Path:
+    """The test's program, linked to the libraries; its string ABI may differ from theirs."""
+    options = flags(variant, abi, sanitize)
+    names = [f"-l:{library.name}" for library in LIBRARIES]
+
+    def work(directory: Path) -> None:
+        command = [compiler()[0], *options, str(HERE / "driver.cc"), "-o", str(directory / "driver")]
+        run([*command, f"-L{libraries}", *names, f"-Wl,-rpath,{libraries}"])
+
+    return made(BUILT / f"driver-{variant}-abi{abi}", options, work, libraries) / "driver"
 
 
 def main() -> None:

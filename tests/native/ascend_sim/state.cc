@@ -163,7 +163,8 @@ void attach(Attachment *mine) {
         StateLock guard;
         join(mine);
     }
-    close(fd); /* and with it the flock */
+    flock(fd, LOCK_UN); /* close would not do: the mapping keeps the open file and its lock */
+    close(fd);
     kvxsim_note("simulated CANN, no hardware: no figure measured here is a hardware figure (%u cards of %llu MiB)",
                 mine->state->cards, static_cast<unsigned long long>(mine->state->card_bytes >> 20));
     mine->ok = true;
