@@ -17,7 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
-static const kvx_transport_ops *const KNOWN[] = {&kvx_transport_loop, &kvx_transport_shm, &kvx_transport_tcp};
+static const kvx_transport_ops *const KNOWN[] = {&kvx_transport_loop, &kvx_transport_shm, &kvx_transport_tcp,
+                                                 &kvx_transport_hixl};
 #define KNOWN_COUNT (sizeof(KNOWN) / sizeof(KNOWN[0]))
 
 void kvx_panic(const char *condition, const char *file, int line) {

@@ -15,7 +15,7 @@
 #include "numa.h"
 #include "space.h"
 
-#define STAGE_BYTES (UINT64_C(1) << 20)
+#define STAGE_BYTES (UINT64_C(64) << 10)
 
 struct kvx_arena {
     kvx_core *core; /* NULL: its engine is closed */
@@ -26,6 +26,8 @@ struct kvx_arena {
     int32_t device;
     int32_t numa_node; /* of pinned memory */
     bool numa_applied;
+    bool kept;        /* also when it is empty, as long as the engine lives */
+    bool abandoned;   /* for ever */
     kvx_space *space; /* NULL: the application's memory */
     struct kvx_arena *previous, *next;
 };
@@ -134,7 +136,7 @@ static void arena_end(kvx_arena *arena) {
     arena_unlink(arena);
     if (arena->space != NULL) {
         const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
-        if (api != NULL) {
+        if (api != NULL && !arena->abandoned) {
             api->mem_free(arena->device, where_of(arena->kind), arena->base, NULL); /* no way to act on an error */
         }
         kvx_space_close(arena->space);
@@ -356,9 +358,36 @@ static void give_locked(kvx_arena *arena, uint8_t *base) {
         int status = kvx_space_give(arena->space, (uint64_t)(base - arena->base));
         KVX_ASSERT(status == KVX_OK); /* twice would hand the same bytes to two regions */
     }
-    if (arena->space == NULL || kvx_space_empty(arena->space)) {
+    bool empty = arena->space == NULL || kvx_space_empty(arena->space);
+    if (empty && !(arena->kept && arena->core != NULL && arena->space != NULL)) {
         arena_end(arena);
     }
+}
+
+static kvx_arena *arena_find(kvx_core *core, uint64_t id) {
+    kvx_arena *arena = core->arenas;
+    while (arena != NULL && arena->id != id) {
+        arena = arena->next;
+    }
+    return arena;
+}
+
+void kvx_arena_keep(kvx_core *core, uint64_t id) {
+    pthread_mutex_lock(&lock);
+    kvx_arena *arena = arena_find(core, id);
+    if (arena != NULL) {
+        arena->kept = true;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+void kvx_arena_abandon(kvx_core *core, uint64_t id) {
+    pthread_mutex_lock(&lock);
+    kvx_arena *arena = arena_find(core, id);
+    if (arena != NULL) {
+        arena->abandoned = true;
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 void kvx_arena_give(kvx_arena *arena, uint8_t *base) {
@@ -396,7 +425,12 @@ void kvx_mem_unview(uint64_t address) {
 void kvx_arenas_close(kvx_core *core) {
     pthread_mutex_lock(&lock);
     while (core->arenas != NULL) {
-        arena_unlink(core->arenas);
+        kvx_arena *arena = core->arenas;
+        bool empty = arena->space != NULL && kvx_space_empty(arena->space); /* kept */
+        arena_unlink(arena);
+        if (empty) {
+            arena_end(arena);
+        }
     }
     pthread_mutex_unlock(&lock);
 }
@@ -442,47 +476,11 @@ int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p
 /* -- copies -----------------------------------------------------------------------------------------------------------
  */
 
-/* Between two cards that do not reach each other: through the host. */
-static int copy_staged(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
-                       uint32_t *raw_p) {
-    uint64_t size = length < STAGE_BYTES ? length : STAGE_BYTES;
-    uint8_t *stage = malloc(size);
-    int status = stage == NULL ? KVX_E_NOMEM : KVX_OK;
-    for (uint64_t at = 0, step; status == KVX_OK && at < length; at += step) {
-        step = length - at < size ? length - at : size;
-        status = api->copy(source.device, stage, source.address + at, step, raw_p);
-        if (status == KVX_OK) {
-            status = api->copy(target.device, target.address + at, stage, step, raw_p);
-        }
-    }
-    free(stage);
-    return status;
-}
-
-static int copy_devices(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
-                        uint32_t *raw_p) {
-    int32_t there = 1, back = 1;
-    if (target.device != source.device) { /* asking also enables it */
-        if (api->device_peer(target.device, source.device, &there, NULL) != KVX_OK ||
-            api->device_peer(source.device, target.device, &back, NULL) != KVX_OK) {
-            there = 0;
-        }
-    }
-    return there && back ? api->copy(target.device, target.address, source.address, length, raw_p)
-                         : copy_staged(api, target, source, length, raw_p);
-}
-
 int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
     if (kvx_place_on_device(target) || kvx_place_on_device(source)) {
         const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
         int32_t device = kvx_place_on_device(target) ? target.device : source.device;
-        if (api == NULL || length == 0) {
-            return api == NULL ? KVX_E_UNSUPPORTED : KVX_OK;
-        }
-        if (kvx_place_on_device(target) && kvx_place_on_device(source)) {
-            return copy_devices(api, target, source, length, raw_p);
-        }
-        return api->copy(device, target.address, source.address, length, raw_p);
+        return api == NULL ? KVX_E_UNSUPPORTED : api->copy(device, target.address, source.address, length, raw_p);
     }
     if (target.address < source.address + length && source.address < target.address + length) {
         memmove(target.address, source.address, length);
@@ -498,11 +496,10 @@ int kvx_place_crc32c(kvx_place place, uint64_t length, uint32_t *crc_p) {
         *crc_p = kvx_crc32c(0, place.address, length);
         return KVX_OK;
     }
-    uint64_t size = length < STAGE_BYTES ? length : STAGE_BYTES;
-    uint8_t *stage = malloc(size + 1); /* also when there is nothing to read */
+    uint8_t *stage = malloc(STAGE_BYTES);
     int status = stage == NULL ? KVX_E_NOMEM : KVX_OK;
     for (uint64_t at = 0; status == KVX_OK && at < length;) {
-        uint64_t step = length - at < size ? length - at : size;
+        uint64_t step = length - at < STAGE_BYTES ? length - at : STAGE_BYTES;
         status = kvx_move(kvx_place_host(stage), kvx_place_at(place, at), step, UINT64_MAX, NULL);
         crc = status == KVX_OK ? kvx_crc32c(crc, stage, step) : crc;
         at += step;

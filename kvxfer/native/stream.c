@@ -94,6 +94,10 @@ void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, u
     store(at + 8, length, 8);
 }
 
+void kvx_frame_units_encode(uint8_t *bytes, const void *units, uint32_t count) {
+    memcpy(bytes + KVX_STREAM_HEADER_BYTES, units, (size_t)count * KVX_STREAM_UNIT_BYTES);
+}
+
 static void mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter,
                       uint32_t sender_role, uint32_t kind) {
     uint8_t where[16];
@@ -235,6 +239,10 @@ static kvx_rx_event fail(kvx_stream_rx *rx, int error) {
     return KVX_RX_ERROR;
 }
 
+static uint32_t opposite(uint32_t role) {
+    return role & 1 ? role + 1 : role - 1;
+}
+
 static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     const uint8_t *at = rx->buffer + rx->begin;
     uint32_t have = rx->end - rx->begin;
@@ -261,8 +269,7 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     memcpy(hello->session, at + HELLO_AT_SESSION, sizeof hello->session);
     memcpy(hello->nonce, at + HELLO_AT_NONCE, KVX_NONCE_BYTES);
     memcpy(hello->engine_id, at + HELLO_AT_ENGINE, KVX_ID_BYTES);
-    uint32_t other = rx->role == KVX_STREAM_DIALLER ? KVX_STREAM_ACCEPTOR : KVX_STREAM_DIALLER;
-    if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != other) {
+    if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != opposite(rx->role)) {
         return fail(rx, KVX_E_NOT_KVXFER);
     }
     if (hello->streams == 0 || hello->streams > KVX_STREAM_STREAMS_MAX || hello->stream >= hello->streams ||
@@ -289,11 +296,45 @@ static void decode(kvx_frame *frame, const uint8_t *at) {
     frame->value = load(at + AT_VALUE, 8);
 }
 
+/* The same for a side link: no payloads; units where a place or a host is described. */
+static bool plausible_aside(const kvx_stream_rx *rx) {
+    const kvx_frame *frame = &rx->frame;
+    bool plain = frame->length == 0 && frame->segments == 0 && frame->flags == 0 && frame->status == 0;
+    bool units = frame->length == 0 && frame->flags == 0 && frame->status == 0 && frame->segments > 0 &&
+                 frame->segments <= KVX_STREAM_UNITS_MAX;
+    bool failed = frame->status >= KVX_E_CANCELLED && frame->status < KVX_E_INTERNAL;
+    bool acceptor = rx->role == KVX_STREAM_SIDE_ACCEPTOR;
+    switch (frame->type) {
+    case KVX_FRAME_ATTACH:
+        return acceptor && units;
+    case KVX_FRAME_DETACH:
+    case KVX_FRAME_NOTIFY:
+    case KVX_FRAME_QUIET:
+    case KVX_FRAME_PING:
+        return acceptor && plain;
+    case KVX_FRAME_LOCATION:
+        return !acceptor && units;
+    case KVX_FRAME_REVOKE:
+    case KVX_FRAME_PONG:
+        return !acceptor && plain;
+    case KVX_FRAME_ACK:
+        return !acceptor && frame->length == 0 && frame->segments == 0 &&
+               (frame->flags == KVX_FRAME_F_BARE ? failed : frame->flags == 0 && (failed || frame->status == 0));
+    case KVX_FRAME_BYE:
+        return plain;
+    default:
+        return false;
+    }
+}
+
 /* May a frame like this come from the other side at all? Looks at the fixed header only. */
 static bool plausible(const kvx_stream_rx *rx) {
     const kvx_frame *frame = &rx->frame;
     if (frame->flags & ~KVX_FRAME_F_ALL || frame->status < 0) {
         return false;
+    }
+    if (rx->role == KVX_STREAM_SIDE_ACCEPTOR || rx->role == KVX_STREAM_SIDE_DIALLER) {
+        return plausible_aside(rx);
     }
     bool bulk = frame->length > 0 && frame->length <= rx->frame_bytes;
     bool listed = frame->segments > 0 && frame->segments <= KVX_STREAM_SEGMENTS_MAX;
@@ -332,6 +373,9 @@ static bool plausible(const kvx_stream_rx *rx) {
 /* The segments must be non-empty and add up to the payload, without overflow. */
 static bool segments_add_up(const kvx_stream_rx *rx) {
     uint64_t sum = 0;
+    if (rx->frame.length == 0) { /* units: their meaning is their reader's */
+        return true;
+    }
     for (uint32_t i = 0; i < rx->frame.segments; i++) {
         uint64_t offset, length;
         kvx_rx_segment(rx, i, &offset, &length);
@@ -405,6 +449,10 @@ void kvx_rx_segment(const kvx_stream_rx *rx, uint32_t index, uint64_t *offset_p,
     const uint8_t *at = rx->head + KVX_STREAM_HEADER_BYTES + (uint64_t)index * KVX_STREAM_SEGMENT_BYTES;
     *offset_p = load(at, 8);
     *length_p = load(at + 8, 8);
+}
+
+const uint8_t *kvx_rx_units(const kvx_stream_rx *rx) {
+    return rx->head + KVX_STREAM_HEADER_BYTES;
 }
 
 uint32_t kvx_rx_buffered(const kvx_stream_rx *rx, const uint8_t **bytes_p) {

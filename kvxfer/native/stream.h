@@ -26,6 +26,8 @@
 #define KVX_STREAM_BUFFER_BYTES  24576       /* a whole head and some of what follows */
 #define KVX_STREAM_FRAME_MAX     (64u << 20) /* no configuration may ask for larger payloads */
 #define KVX_STREAM_STREAMS_MAX   32
+#define KVX_STREAM_UNIT_BYTES    16
+#define KVX_STREAM_UNITS_MAX     32 /* of one frame of a side link */
 
 _Static_assert(KVX_STREAM_BUFFER_BYTES >= KVX_STREAM_HEAD_MAX, "a head must fit the buffer");
 
@@ -38,7 +40,14 @@ enum kvx_frame_type {
     KVX_FRAME_NOTIFY = 6, /* request: tell the owner (tag, value) */
     KVX_FRAME_ACK = 7,    /* answer */
     KVX_FRAME_DATA = 8,   /* answer with a payload */
-    KVX_FRAME_BYE = 9     /* either way: the end that follows is meant */
+    KVX_FRAME_BYE = 9,    /* either way: the end that follows is meant */
+
+    /* side links only (hixl): the bytes go another way, the link carries who may and who no longer may */
+    KVX_FRAME_LOCATION = 10, /* answer to ATTACH: where the grant lies */
+    KVX_FRAME_REVOKE = 11,   /* acceptor: stop using this grant */
+    KVX_FRAME_QUIET = 12,    /* dialler: nothing of ours uses it, and nothing will */
+    KVX_FRAME_PING = 13,     /* dialler: are you well? */
+    KVX_FRAME_PONG = 14      /* acceptor: yes */
 };
 
 #define KVX_FRAME_F_NOTIFY 1 /* PUT: tell the owner (tag, value) after the payload */
@@ -73,8 +82,10 @@ typedef struct kvx_hello {
     uint8_t session[8];
 } kvx_hello;
 
-#define KVX_STREAM_DIALLER  1
-#define KVX_STREAM_ACCEPTOR 2
+#define KVX_STREAM_DIALLER       1
+#define KVX_STREAM_ACCEPTOR      2
+#define KVX_STREAM_SIDE_DIALLER  3
+#define KVX_STREAM_SIDE_ACCEPTOR 4
 
 /* What both sides mix into every authenticator of a connection. */
 typedef struct kvx_stream_auth {
@@ -84,6 +95,8 @@ typedef struct kvx_stream_auth {
 void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYTES]);
 void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes);
 void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, uint64_t length);
+/* Units of a side link's frame (`frame->segments` of them): bytes that the authenticator covers like the header. */
+void kvx_frame_units_encode(uint8_t *bytes, const void *units, uint32_t count);
 /* Authenticator of an encoded head (header without its mac field, and segments) of `length` bytes. */
 void kvx_frame_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                    const uint8_t *head, uint64_t length, uint8_t *mac);
@@ -147,6 +160,8 @@ void kvx_rx_received(kvx_stream_rx *rx, uint32_t length);
 kvx_rx_event kvx_rx_next(kvx_stream_rx *rx);
 /* Segment `index` of the current frame's head. */
 void kvx_rx_segment(const kvx_stream_rx *rx, uint32_t index, uint64_t *offset_p, uint64_t *length_p);
+/* The units of the current frame, rx->frame.segments of them. */
+const uint8_t *kvx_rx_units(const kvx_stream_rx *rx);
 /* Payload bytes that are in the buffer already: *bytes_p points at them. */
 uint32_t kvx_rx_buffered(const kvx_stream_rx *rx, const uint8_t **bytes_p);
 /* `buffered` bytes were taken from the buffer, or (direct) `direct` bytes were received past it. */

@@ -238,6 +238,7 @@ _Noreturn void kvx_panic(const char *condition, const char *file, int line);
 extern const kvx_transport_ops kvx_transport_loop;
 extern const kvx_transport_ops kvx_transport_shm;
 extern const kvx_transport_ops kvx_transport_tcp;
+extern const kvx_transport_ops kvx_transport_hixl;
 /* The decorator: opens `inner` inside itself and forwards every slot. */
 int kvx_transport_fault_wrap(const kvx_transport_ops *inner, kvx_transport_ops *wrapped_p);
 

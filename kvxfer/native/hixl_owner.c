@@ -1,0 +1,396 @@
+/* hixl_owner.c: the side whose memory is reached. It checks who asks once, at ATTACH, and tells where the grant lies;
+ * from then on all it can do is ask for it back, since HIXL itself lets everybody who is connected reach all that is
+ * registered. A grant is quiet when every peer that was told has answered QUIET or DETACH, or its socket was closed at
+ * its end. A host that fell silent has proved nothing: what it was told stays in quarantine. */
+#include "hixl.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+/* -- attachments; with the lock held ------------------------------------------------------------------------------ */
+
+static bool attached_already(const hixl_transport *hixl, const hixl_conn *conn, uint64_t grant) {
+    for (const hixl_attach *at = kvx_table_get(&hixl->grants, grant); at != NULL; at = at->next) {
+        if (at->conn == conn) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant *grant) {
+    hixl_transport *hixl = conn->hixl;
+    hixl_attach *attach = calloc(1, sizeof *attach);
+    if (attach == NULL || !kvx_table_reserve(&conn->attached, 1) || !kvx_table_reserve(&hixl->grants, 1)) {
+        free(attach);
+        return false;
+    }
+    attach->conn = conn;
+    attach->handle = frame->op;
+    attach->grant = grant->id;
+    memcpy(attach->key, grant->key, sizeof attach->key);
+    if (!attached_already(hixl, conn, grant->id)) {
+        kvx_grant_attach(hixl->core, grant->id);
+    }
+    attach->next = kvx_table_remove(&hixl->grants, grant->id);
+    if (attach->next != NULL) {
+        attach->next->previous = attach;
+    }
+    kvx_table_put(&hixl->grants, grant->id, attach);
+    kvx_table_put(&conn->attached, attach->handle, attach);
+    return true;
+}
+
+/* Its connection does not count any more. */
+static void attach_leave(hixl_attach *attach, bool lost) {
+    hixl_conn *conn = attach->conn;
+    kvx_table_remove(&conn->attached, attach->handle);
+    attach->conn = NULL;
+    if (!attached_already(conn->hixl, conn, attach->grant)) {
+        kvx_grant_detach(conn->hixl->core, attach->grant, lost);
+    }
+}
+
+/* And nothing moves through it any more. */
+static void attach_end(hixl_transport *hixl, hixl_attach *attach) {
+    if (attach->next != NULL) {
+        attach->next->previous = attach->previous;
+    }
+    if (attach->previous != NULL) {
+        attach->previous->next = attach->next;
+    } else {
+        kvx_table_remove(&hixl->grants, attach->grant);
+        if (attach->next != NULL) {
+            kvx_table_put(&hixl->grants, attach->grant, attach->next);
+        }
+    }
+    if (attach->revoked != NULL && kvx_table_get(&hixl->grants, attach->grant) == NULL) {
+        kvx_grant_quiet(hixl->core, hixl->slot, attach->revoked);
+    }
+    free(attach);
+}
+
+/* -- answers ------------------------------------------------------------------------------------------------------ */
+
+static void acknowledge(hixl_conn *conn, uint64_t op, int status, const uint8_t *key) {
+    kvx_frame frame = {.type = KVX_FRAME_ACK,
+                       .flags = key == NULL ? KVX_FRAME_F_BARE : 0,
+                       .status = status,
+                       .op = op,
+                       .segment = UINT32_MAX};
+    if (status != KVX_OK) {
+        KVX_COUNT(conn->hixl->counters, refused, 1);
+    }
+    kvx_hixl_send(conn, &frame, key, NULL);
+}
+
+static void proved(hixl_conn *conn) {
+    if (!conn->proved) {
+        conn->proved = true;
+        conn->deadline_ms = 0;
+        conn->hixl->unproved--;
+    }
+}
+
+/* -- ATTACH ------------------------------------------------------------------------------------------------------- */
+
+static int locate(hixl_transport *hixl, const kvx_access *access, hixl_location *location) {
+    const kvx_region *region = access->grant->region;
+    hixl_device *device = kvx_hixl_device_of(hixl, region);
+    const hixl_arena *arena = device == NULL ? NULL : kvx_hixl_arena_of(device, region);
+    if (arena == NULL) {
+        return KVX_E_UNSUPPORTED;
+    }
+    *location = (hixl_location){.address = (uint64_t)(uintptr_t)access->base,
+                                .length = access->length,
+                                .kind = region->kind,
+                                .physical = device->physical,
+                                .epoch = hixl->epoch,
+                                .process = kvx_hixl_process(),
+                                .version = arena->version,
+                                .known = device->version,
+                                .arena_offset = (uint64_t)(access->base - arena->base),
+                                .arena_length = arena->length};
+    memcpy(location->boot_id, hixl->boot_id, sizeof location->boot_id);
+    memcpy(location->engine, device->id, sizeof location->engine);
+    return KVX_OK;
+}
+
+static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *location) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    int status = kvx_access_allow(access, (uint32_t)frame->tag);
+    status = status == KVX_OK ? kvx_access_range(access, 0, frame->value) : status;
+    if (status == KVX_OK && conn->attached.count >= hixl->config->grants_max) {
+        status = KVX_E_LIMIT;
+    }
+    status = status == KVX_OK ? locate(hixl, access, location) : status;
+    if (status == KVX_OK && !attach_new(conn, frame, access->grant)) {
+        status = KVX_E_NOMEM;
+    }
+    bool neighbour = memcmp(kvx_rx_units(&conn->rx), hixl->boot_id, sizeof hixl->boot_id) == 0;
+    if (status == KVX_OK && neighbour && !(hixl->config->flags & KVX_ENGINE_NO_IPC)) {
+        const kvx_region *region = access->grant->region;
+        const hixl_arena *arena = kvx_hixl_arena_of(kvx_hixl_device_of(hixl, region), region);
+        memcpy(location->key, arena->key, sizeof arena->key);
+    }
+    return status;
+}
+
+static bool on_attach(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    uint8_t key[KVX_KEY_BYTES];
+    kvx_access access;
+    hixl_location location;
+    bool guessed = false;
+    if (frame->op == 0 || frame->segments != 1 || kvx_table_get(&conn->attached, frame->op) != NULL) {
+        return false;
+    }
+    /* With the lock: a revoke finds the attachment, or we find that it was revoked. */
+    pthread_mutex_lock(&hixl->lock);
+    int status =
+        hixl->closing ? KVX_E_PEER_LOST : kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
+    if (status != KVX_OK) {
+        acknowledge(conn, frame->op, status, NULL);
+    } else if (!kvx_hixl_authentic(conn, access.grant->key)) {
+        kvx_access_end(hixl->core, &access);
+        acknowledge(conn, frame->op, KVX_E_KEY, NULL);
+        guessed = ++conn->key_failures >= HIXL_KEY_FAILURES_MAX;
+    } else {
+        memcpy(key, access.grant->key, sizeof key);
+        proved(conn);
+        status = let_in(conn, &access, &location);
+        kvx_access_end(hixl->core, &access);
+        if (status == KVX_OK) {
+            uint8_t units[HIXL_LOCATION_UNITS * KVX_STREAM_UNIT_BYTES];
+            kvx_hixl_location_encode(&location, units);
+            kvx_frame answer = {.type = KVX_FRAME_LOCATION, .op = frame->op, .segments = HIXL_LOCATION_UNITS};
+            kvx_hixl_send(conn, &answer, key, units);
+        } else {
+            acknowledge(conn, frame->op, status, key);
+        }
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    if (guessed) {
+        kvx_hixl_owner_hang_up(conn);
+    }
+    return true;
+}
+
+/* -- revoke ------------------------------------------------------------------------------------------------------- */
+
+static void ask_back(hixl_attach *attach) {
+    kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle, .grant = attach->grant};
+    attach->asked = true;
+    kvx_hixl_send(attach->conn, &frame, attach->key, NULL);
+}
+
+int kvx_hixl_owner_revoke(hixl_transport *hixl, kvx_grant *grant) {
+    pthread_mutex_lock(&hixl->lock);
+    hixl_attach *first = kvx_table_get(&hixl->grants, grant->id);
+    for (hixl_attach *at = first; at != NULL; at = at->next) {
+        at->revoked = grant;
+        ask_back(at);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    return first == NULL ? KVX_OK : KVX_PENDING;
+}
+
+static bool on_given_back(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    pthread_mutex_lock(&hixl->lock);
+    hixl_attach *attach = kvx_table_get(&conn->attached, frame->op);
+    bool good =
+        attach != NULL && (frame->type == KVX_FRAME_DETACH || attach->asked) && kvx_hixl_authentic(conn, attach->key);
+    if (good) {
+        attach_leave(attach, false);
+        attach_end(hixl, attach);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    return good;
+}
+
+/* -- notifications ------------------------------------------------------------------------------------------------ */
+
+static void post(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->held_frame;
+    int status = kvx_notify_post(hixl->core, hixl->slot, frame->grant, frame->tag, frame->value);
+    pthread_mutex_lock(&hixl->lock);
+    conn->held = status == KVX_AGAIN;
+    if (!conn->held) {
+        acknowledge(conn, frame->op, status, conn->held_key);
+    }
+    kvx_hixl_conn_arm(conn);
+    pthread_mutex_unlock(&hixl->lock);
+}
+
+static bool on_notify(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    kvx_access access;
+    int status = kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
+    if (status != KVX_OK) {
+        pthread_mutex_lock(&hixl->lock);
+        acknowledge(conn, frame->op, status, NULL);
+        pthread_mutex_unlock(&hixl->lock);
+        return true;
+    }
+    bool good = kvx_hixl_authentic(conn, access.grant->key);
+    memcpy(conn->held_key, access.grant->key, KVX_KEY_BYTES);
+    kvx_access_end(hixl->core, &access);
+    if (good) {
+        conn->held_frame = *frame;
+        post(conn);
+    }
+    return good;
+}
+
+void kvx_hixl_owner_held(hixl_conn *conn) {
+    post(conn);
+    if (!conn->held) {
+        kvx_hixl_conn_parse(conn);
+    }
+}
+
+bool kvx_hixl_owner_frame(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    switch (frame->type) {
+    case KVX_FRAME_ATTACH:
+        return on_attach(conn);
+    case KVX_FRAME_DETACH:
+    case KVX_FRAME_QUIET:
+        return on_given_back(conn);
+    case KVX_FRAME_NOTIFY:
+        return on_notify(conn);
+    case KVX_FRAME_PING:
+        if (conn->proved) {
+            kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op};
+            pthread_mutex_lock(&hixl->lock);
+            kvx_hixl_send(conn, &answer, NULL, NULL);
+            pthread_mutex_unlock(&hixl->lock);
+        }
+        return conn->proved;
+    case KVX_FRAME_BYE:
+        conn->said_bye = true;
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* -- ends --------------------------------------------------------------------------------------------------------- */
+
+void kvx_hixl_owner_hang_up(hixl_conn *conn) {
+    hixl_transport *hixl = conn->hixl;
+    if (conn->state == HIXL_DEAD || conn->state == HIXL_LINGERING) {
+        return;
+    }
+    pthread_mutex_lock(&hixl->lock);
+    bool may_move = conn->attached.count != 0;
+    if (conn->fd >= 0) {
+        (void)shutdown(conn->fd, SHUT_WR);
+    }
+    if (may_move) { /* it sees our end, stops, and closes its own */
+        conn->state = HIXL_LINGERING;
+        conn->held = conn->stopped = conn->want_out = false;
+        conn->tx_begin = conn->tx_end = 0;
+        conn->broken = true;
+        kvx_hixl_conn_arm(conn);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    if (!may_move) {
+        kvx_hixl_owner_end(conn, true);
+    }
+}
+
+void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
+    hixl_transport *hixl = conn->hixl;
+    if (conn->state == HIXL_DEAD) {
+        return;
+    }
+    pthread_mutex_lock(&hixl->lock);
+    conn->state = HIXL_DEAD;
+    if (!conn->proved) {
+        hixl->unproved--;
+    }
+    if (conn->counted) {
+        hixl->accepted--;
+        __atomic_fetch_sub(&hixl->counters->peers_accepted, 1, __ATOMIC_RELAXED);
+    }
+    kvx_hixl_conn_close(conn);
+    hixl_attach *attach;
+    while ((attach = kvx_table_any(&conn->attached)) != NULL) {
+        attach_leave(attach, !conn->said_bye);
+        if (proof || conn->said_bye) {
+            attach_end(hixl, attach);
+        }
+    }
+    if (conn->previous != NULL) {
+        conn->previous->next = conn->next;
+    } else {
+        hixl->conns = conn->next;
+    }
+    if (conn->next != NULL) {
+        conn->next->previous = conn->previous;
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    conn->grave_next = hixl->graveyard;
+    hixl->graveyard = conn;
+}
+
+/* -- close -------------------------------------------------------------------------------------------------------- */
+
+static hixl_conn *reaching_in(hixl_transport *hixl) {
+    hixl_conn *conn = hixl->conns;
+    while (conn != NULL && conn->attached.count == 0) {
+        conn = conn->next;
+    }
+    return conn;
+}
+
+/* The progress threads are gone. Peers get a moment to stop; then our engines go, and with them the way in. */
+void kvx_hixl_owner_close(hixl_transport *hixl) {
+    uint64_t now_ms = kvx_now_ms(), until_ms = now_ms + hixl->config->cancel_ms;
+    pthread_mutex_lock(&hixl->lock);
+    hixl->closing = true;
+    for (hixl_conn *conn = hixl->conns; conn != NULL; conn = conn->next) {
+        for (uint32_t i = 0; i < conn->attached.capacity; i++) {
+            hixl_attach *attach = conn->attached.keys[i] != 0 ? conn->attached.values[i] : NULL;
+            if (attach != NULL && !attach->asked) {
+                ask_back(attach);
+            }
+        }
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    hixl_conn *conn;
+    for (; (conn = reaching_in(hixl)) != NULL && now_ms < until_ms; now_ms = kvx_now_ms()) {
+        struct pollfd ready = {.fd = conn->fd, .events = POLLIN};
+        conn->held = conn->stopped = false;
+        if (poll(&ready, 1, (int)(until_ms - now_ms)) > 0) {
+            kvx_hixl_conn_event(conn, (uint32_t)ready.revents);
+        }
+    }
+    while (hixl->conns != NULL) {
+        kvx_frame bye = {.type = KVX_FRAME_BYE};
+        pthread_mutex_lock(&hixl->lock);
+        kvx_hixl_send(hixl->conns, &bye, NULL, NULL);
+        pthread_mutex_unlock(&hixl->lock);
+        kvx_hixl_owner_end(hixl->conns, true);
+    }
+    for (uint32_t i = 0; i < hixl->grants.capacity;) { /* those of silent hosts */
+        hixl_attach *attach = hixl->grants.keys[i] != 0 ? hixl->grants.values[i] : NULL;
+        if (attach == NULL) {
+            i++;
+            continue;
+        }
+        attach->revoked = NULL; /* the core ends what is left of grants by itself */
+        attach_end(hixl, attach);
+    }
+}

@@ -1,0 +1,652 @@
+/* hixl_xfer.c: ops as batches of descriptors, on the thread of the device whose memory is ours.
+ *
+ * Each link serves its ops in turns of one batch, up to a window of bytes, so that a small op does not wait for a large
+ * one and a cancel has only so much to wait for. There is no completion to sleep on: while something is under way the
+ * thread asks for the oldest batches at a pace that begins quick and settles at HIXL_POLL_MAX_NS.
+ *
+ * An op that is to end (cancelled, taken back, its peer gone) submits no more and waits for what is under way; when
+ * that takes too long, or a batch failed, its link is disconnected, and the op ends when the disconnect has returned.
+ */
+#define _GNU_SOURCE
+#include "hixl.h"
+
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#define TIMER_SLACK_NS 10000
+
+/* -- lists --------------------------------------------------------------------------------------------------------- */
+
+static void run_push(hixl_link *link, hixl_xfer *xfer) {
+    if (xfer->running) {
+        return;
+    }
+    xfer->running = true;
+    xfer->run_next = NULL;
+    if (link->run_last != NULL) {
+        link->run_last->run_next = xfer;
+    } else {
+        link->run_first = xfer;
+    }
+    link->run_last = xfer;
+}
+
+static void run_push_front(hixl_link *link, hixl_xfer *xfer) {
+    xfer->running = true;
+    xfer->run_next = link->run_first;
+    link->run_first = xfer;
+    if (link->run_last == NULL) {
+        link->run_last = xfer;
+    }
+}
+
+static hixl_xfer *run_pop(hixl_link *link) {
+    hixl_xfer *xfer = link->run_first;
+    if (xfer != NULL) {
+        link->run_first = xfer->run_next;
+        if (link->run_first == NULL) {
+            link->run_last = NULL;
+        }
+        xfer->running = false;
+    }
+    return xfer;
+}
+
+static void run_remove(hixl_link *link, hixl_xfer *xfer) {
+    if (!xfer->running) {
+        return;
+    }
+    hixl_xfer *before = NULL;
+    for (hixl_xfer *at = link->run_first; at != xfer; at = at->run_next) {
+        before = at;
+    }
+    if (before != NULL) {
+        before->run_next = xfer->run_next;
+    } else {
+        link->run_first = xfer->run_next;
+    }
+    if (link->run_last == xfer) {
+        link->run_last = before;
+    }
+    xfer->running = false;
+}
+
+static void link_push(hixl_link *link, hixl_xfer *xfer) {
+    xfer->link = link;
+    xfer->previous = NULL;
+    xfer->next = link->first;
+    if (xfer->next != NULL) {
+        xfer->next->previous = xfer;
+    }
+    link->first = xfer;
+    run_push(link, xfer);
+}
+
+static void link_remove(hixl_xfer *xfer) {
+    hixl_link *link = xfer->link;
+    if (link == NULL) {
+        return;
+    }
+    run_remove(link, xfer);
+    if (xfer->previous != NULL) {
+        xfer->previous->next = xfer->next;
+    } else {
+        link->first = xfer->next;
+    }
+    if (xfer->next != NULL) {
+        xfer->next->previous = xfer->previous;
+    }
+}
+
+/* -- ends ---------------------------------------------------------------------------------------------------------- */
+
+void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
+    hixl_peer *peer = xfer->peer;
+    hixl_transport *hixl = peer->hixl;
+    kvx_op_complete(xfer->op, status, xfer->bytes, 0, status == KVX_OK ? -1 : xfer->segment_failed);
+    free(xfer);
+    pthread_mutex_lock(&hixl->lock);
+    peer->ops--;
+    if (peer->ops == 0 && (peer->lost || peer->closing)) {
+        kvx_hixl_todo(peer);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+}
+
+/* No byte of it moves any more. */
+static void finish(hixl_xfer *xfer) {
+    hixl_peer *peer = xfer->peer;
+    hixl_transport *hixl = peer->hixl;
+    link_remove(xfer);
+    pthread_mutex_lock(&hixl->lock);
+    bool gone = peer->lost || peer->closing;
+    if (gone && (xfer->status == KVX_E_LINK || (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY))) {
+        xfer->status = KVX_E_PEER_LOST;
+    }
+    kvx_hixl_import_leave(xfer->import);
+    bool tells = xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY;
+    if (tells) {
+        kvx_hixl_notify(xfer);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    if (!tells) {
+        kvx_hixl_xfer_complete(xfer, xfer->status);
+    }
+}
+
+static void fail(hixl_xfer *xfer, int status, int segment) {
+    if (xfer->status == KVX_OK) {
+        xfer->status = status;
+        xfer->segment_failed = segment;
+    }
+}
+
+/* What the library says of a link, said of an op: "not connected" and "no such request" mean that the link broke. */
+static int of_an_op(int status) {
+    return status == KVX_E_PEER_LOST || status < KVX_E_CANCELLED ? KVX_E_LINK : status;
+}
+
+/* Something about it changed: what now? */
+static void step(hixl_xfer *xfer) {
+    if (xfer->status != KVX_OK) {
+        xfer->left = 0;
+        run_remove(xfer->link, xfer);
+    }
+    if (xfer->left == 0 && xfer->live == 0 && !xfer->doubtful) {
+        finish(xfer);
+    }
+}
+
+void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
+    for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
+        next = xfer->next;
+        if (xfer->live == 0 && !xfer->doubtful) {
+            fail(xfer, status, -1);
+            step(xfer);
+        }
+    }
+}
+
+/* -- batches ------------------------------------------------------------------------------------------------------- */
+
+static void batch_push(hixl_link *link, hixl_batch *batch) {
+    batch->next = NULL;
+    if (link->batch_last != NULL) {
+        link->batch_last->next = batch;
+    } else {
+        link->batch_first = batch;
+    }
+    link->batch_last = batch;
+    link->live++;
+    link->live_bytes += batch->bytes;
+    link->device->batches++;
+    batch->xfer->live++;
+}
+
+/* It is not under way any more. `before` is the one before it, or NULL. */
+static void batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *before, int status, bool certain) {
+    hixl_xfer *xfer = batch->xfer;
+    if (before != NULL) {
+        before->next = batch->next;
+    } else {
+        link->batch_first = batch->next;
+    }
+    if (link->batch_last == batch) {
+        link->batch_last = before;
+    }
+    link->live--;
+    link->live_bytes -= batch->bytes;
+    link->device->batches--;
+    link->device->moved = true;
+    xfer->live--;
+    if (status == KVX_OK) {
+        xfer->bytes += batch->bytes;
+    } else {
+        fail(xfer, of_an_op(status), (int)batch->segment);
+        xfer->doubtful |= !certain;
+    }
+    free(batch);
+}
+
+void kvx_hixl_xfer_settle(hixl_link *link) {
+    const kvx_ascend_api *api = link->device->hixl->api;
+    while (link->batch_first != NULL) {
+        hixl_batch *batch = link->batch_first;
+        int status = KVX_E_LINK;
+        if (link->route == HIXL_BY_NETWORK) { /* also frees the library's end of it */
+            status = api->poll(link->device->engine, batch->request, NULL) == KVX_OK ? KVX_OK : KVX_E_LINK;
+        }
+        batch_end(link, batch, NULL, status, true);
+    }
+    for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
+        next = xfer->next;
+        xfer->doubtful = false;
+        step(xfer);
+    }
+}
+
+/* True: the link is no good any more. */
+static bool poll_network(hixl_link *link) {
+    const kvx_ascend_api *api = link->device->hixl->api;
+    hixl_batch *before = NULL;
+    bool broken = false;
+    uint32_t asked = 0;
+    for (hixl_batch *batch = link->batch_first, *next; batch != NULL && asked < HIXL_HEAD_POLLS; batch = next) {
+        next = batch->next;
+        int status = api->poll(link->device->engine, batch->request, NULL);
+        if (status == KVX_PENDING) {
+            before = batch;
+            asked++;
+            continue;
+        }
+        hixl_xfer *xfer = batch->xfer;
+        batch_end(link, batch, before, status, false);
+        if (status == KVX_OK) {
+            hixl_machine_good(&link->machine);
+        } else {
+            broken = true;
+        }
+        step(xfer);
+    }
+    return broken;
+}
+
+static bool poll_copies(hixl_link *link) {
+    hixl_device *device = link->device;
+    if (link->live == 0) {
+        return false;
+    }
+    int status = device->hixl->api->stream_poll(device->index, link->stream, NULL);
+    if (status == KVX_PENDING) {
+        return false;
+    }
+    while (link->batch_first != NULL) {
+        hixl_xfer *xfer = link->batch_first->xfer;
+        batch_end(link, link->batch_first, NULL, status, false);
+        step(xfer);
+    }
+    if (status == KVX_OK) {
+        hixl_machine_good(&link->machine);
+    }
+    return status != KVX_OK;
+}
+
+/* -- submitting ------------------------------------------------------------------------------------------------------
+ */
+
+typedef struct cut {
+    uint32_t count, segment;
+    uint64_t bytes, offset;
+} cut;
+
+/* The next descriptors of the op, from its cursor on: into device->ops as local and remote addresses. */
+static cut cut_batch(const hixl_xfer *xfer, uint64_t remote) {
+    const kvx_op *op = xfer->op;
+    kvx_ascend_op *ops = xfer->device->ops;
+    const uint64_t local = (uint64_t)(uintptr_t)op->region->base;
+    cut made = {.segment = xfer->segment, .offset = xfer->offset};
+    while (made.count < HIXL_BATCH_OPS && made.bytes < HIXL_BATCH_BYTES && made.segment < op->count) {
+        const kvx_segment *at = &op->segments[made.segment];
+        uint64_t left = at->length - made.offset, room = HIXL_BATCH_BYTES - made.bytes;
+        uint64_t length = left < room ? left : room;
+        ops[made.count++] = (kvx_ascend_op){.local = local + at->local_offset + made.offset,
+                                            .remote = remote + at->remote_offset + made.offset,
+                                            .length = length};
+        made.bytes += length;
+        made.offset += length;
+        if (length == left) {
+            made.segment++;
+            made.offset = 0;
+        }
+    }
+    return made;
+}
+
+static int submit_copies(hixl_link *link, bool put, uint32_t count) {
+    hixl_device *device = link->device;
+    for (uint32_t i = 0; i < count; i++) {
+        void *local = (void *)(uintptr_t)device->ops[i].local, *remote = (void *)(uintptr_t)device->ops[i].remote;
+        device->copies[i] = (kvx_ascend_copy){
+            .target = put ? remote : local, .source = put ? local : remote, .length = device->ops[i].length};
+    }
+    return device->hixl->api->copy_batch(device->index, link->stream, device->copies, count, NULL);
+}
+
+/* KVX_OK, KVX_AGAIN, or the xfer failed with it; *broken_p: and the link with it. */
+static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
+    hixl_device *device = link->device;
+    const kvx_ascend_api *api = device->hixl->api;
+    uint64_t remote = xfer->import->location.address;
+    uint32_t raw = 0;
+    if (link->route == HIXL_BY_COPY) {
+        int status = kvx_hixl_link_map(link, &xfer->import->location, &remote);
+        if (status != KVX_OK) {
+            return status;
+        }
+    }
+    hixl_batch *batch = malloc(sizeof *batch);
+    if (batch == NULL) {
+        return KVX_E_NOMEM;
+    }
+    bool put = xfer->op->kind == KVX_OP_PUT;
+    cut made = cut_batch(xfer, remote);
+    *batch = (hixl_batch){.xfer = xfer, .bytes = made.bytes, .segment = xfer->segment};
+    int status = link->route == HIXL_BY_COPY
+                     ? submit_copies(link, put, made.count)
+                     : api->submit(device->engine, link->remote, put, device->ops, made.count, &batch->request, &raw);
+    if (status != KVX_OK) {
+        free(batch);
+        bool harmless = status == KVX_AGAIN || (link->route == HIXL_BY_NETWORK && status < KVX_E_CANCELLED);
+        *broken_p = !harmless;
+        xfer->doubtful |= !harmless;
+        return status;
+    }
+    xfer->segment = made.segment;
+    xfer->offset = made.offset;
+    xfer->left -= made.bytes;
+    batch_push(link, batch);
+    device->moved = true;
+    KVX_COUNT(device->hixl->counters, frames, 1);
+    return KVX_OK;
+}
+
+/* Is there memory in this op that was registered after the connection was made? Those do not know it. */
+static bool outdated(const hixl_link *link, const hixl_xfer *xfer) {
+    if (link->route != HIXL_BY_NETWORK) {
+        return false;
+    }
+    hixl_transport *hixl = link->device->hixl;
+    pthread_mutex_lock(&hixl->lock);
+    const hixl_arena *arena = kvx_hixl_arena_of(link->device, xfer->op->region);
+    bool unknown = arena == NULL || arena->version > link->local_version;
+    pthread_mutex_unlock(&hixl->lock);
+    return unknown || xfer->import->location.version > link->remote_version;
+}
+
+static void serve(hixl_link *link, uint64_t now_ms) {
+    hixl_device *device = link->device;
+    bool broken = false;
+    bool full = link->route == HIXL_BY_COPY && link->live != 0; /* a stream tells only when all of it is done */
+    while (link->machine.state == HIXL_UP && link->run_first != NULL && !full && !broken &&
+           link->live_bytes < HIXL_WINDOW_BYTES && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
+        hixl_xfer *xfer = link->run_first;
+        if (atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed)) {
+            fail(xfer, KVX_E_CANCELLED, -1);
+            step(xfer);
+            continue;
+        }
+        if (outdated(link, xfer)) {
+            if (link->live == 0) {
+                kvx_hixl_link_fail(link, now_ms, false);
+            }
+            break;
+        }
+        (void)run_pop(link);
+        int status = submit_batch(link, xfer, &broken);
+        if (status == KVX_AGAIN) {
+            run_push_front(link, xfer);
+            link->again_ms = now_ms + HIXL_AGAIN_MS;
+            break;
+        }
+        if (status != KVX_OK) {
+            fail(xfer, broken ? of_an_op(status) : status, (int)xfer->segment);
+        } else if (xfer->left > 0) {
+            run_push(link, xfer);
+        }
+        step(xfer);
+    }
+    if (broken) {
+        kvx_hixl_link_fail(link, now_ms, true);
+    }
+}
+
+/* -- those that are to end -------------------------------------------------------------------------------------------
+ */
+
+/* With the lock held. KVX_OK: it is not to end. */
+static int reason_to_end(const hixl_xfer *xfer) {
+    const hixl_peer *peer = xfer->peer;
+    return xfer->import->shut != KVX_OK        ? xfer->import->shut
+           : peer->lost || peer->closing       ? KVX_E_PEER_LOST
+           : atomic_load(&xfer->op->cancelled) ? KVX_E_CANCELLED
+                                               : KVX_OK;
+}
+
+static void scan(hixl_link *link, uint64_t now_ms) {
+    hixl_transport *hixl = link->device->hixl;
+    bool overdue = false, lost = false;
+    link->grace_ms = 0;
+    for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
+        next = xfer->next;
+        pthread_mutex_lock(&hixl->lock);
+        int why = reason_to_end(xfer);
+        bool peer_lost = xfer->peer->lost;
+        pthread_mutex_unlock(&hixl->lock);
+        if (why == KVX_OK) {
+            continue;
+        }
+        if (xfer->left > 0) { /* otherwise it may still end well */
+            fail(xfer, why, -1);
+        }
+        if (xfer->live == 0 || xfer->doubtful) {
+            step(xfer);
+            continue;
+        }
+        xfer->left = 0;
+        run_remove(link, xfer);
+        if (xfer->grace_ms == 0) {
+            xfer->grace_ms = now_ms + hixl->config->cancel_ms;
+        }
+        if (now_ms >= xfer->grace_ms || peer_lost) {
+            fail(xfer, why, -1);
+            overdue = true;
+            lost |= peer_lost;
+        } else if (link->grace_ms == 0 || xfer->grace_ms < link->grace_ms) {
+            link->grace_ms = xfer->grace_ms;
+        }
+    }
+    if (overdue) {
+        kvx_hixl_link_fail(link, now_ms, lost);
+    }
+}
+
+/* -- the device's thread ---------------------------------------------------------------------------------------------
+ */
+
+static void inbox_take(hixl_device *device) {
+    hixl_transport *hixl = device->hixl;
+    pthread_mutex_lock(&hixl->lock);
+    hixl_xfer *xfer = device->inbox_first;
+    device->inbox_first = device->inbox_last = NULL;
+    pthread_mutex_unlock(&hixl->lock);
+    while (xfer != NULL) {
+        hixl_xfer *next = xfer->next;
+        hixl_link *link = NULL;
+        int status = kvx_hixl_link_for(device, xfer->import, &link);
+        if (status == KVX_OK) {
+            link_push(link, xfer);
+        } else {
+            fail(xfer, status, -1);
+            finish(xfer);
+        }
+        xfer = next;
+    }
+}
+
+/* What nobody uses is disconnected, and forgotten when it is down. */
+static void retire(hixl_device *device, uint64_t now_ms) {
+    hixl_transport *hixl = device->hixl;
+    for (hixl_link *link = device->links, *next; link != NULL; link = next) {
+        next = link->next;
+        pthread_mutex_lock(&hixl->lock);
+        bool unused = link->users == 0;
+        bool over = kvx_hixl_link_over(link);
+        pthread_mutex_unlock(&hixl->lock);
+        if (over) {
+            kvx_hixl_link_free(link);
+        } else if (unused && link->first == NULL) {
+            kvx_hixl_link_fail(link, now_ms, false);
+        }
+    }
+}
+
+static void turn(hixl_link *link, uint64_t now_ms, bool look) {
+    kvx_hixl_link_turn(link, now_ms);
+    if (link->machine.state == HIXL_UP) {
+        bool broken = link->route == HIXL_BY_COPY ? poll_copies(link) : poll_network(link);
+        if (broken) {
+            kvx_hixl_link_fail(link, now_ms, true);
+        }
+    }
+    if (look || (link->grace_ms != 0 && now_ms >= link->grace_ms)) {
+        scan(link, now_ms);
+    }
+    if (link->run_first != NULL) {
+        kvx_hixl_link_want(link, now_ms);
+        serve(link, now_ms);
+        if (link->run_first != NULL) { /* it may have been made anew for this */
+            kvx_hixl_link_want(link, now_ms);
+        }
+    }
+}
+
+static uint64_t earlier(uint64_t a, uint64_t b) {
+    return a == 0 || (b != 0 && b < a) ? b : a;
+}
+
+/* When to look again without having been woken, in milliseconds; 0 = never. */
+static uint64_t due(const hixl_device *device) {
+    uint64_t at_ms = 0;
+    for (const hixl_link *link = device->links; link != NULL; link = link->next) {
+        at_ms = earlier(at_ms, hixl_machine_due(&link->machine, link->run_first != NULL));
+        at_ms = earlier(at_ms, link->grace_ms);
+        if (link->run_first != NULL && link->machine.state == HIXL_UP) {
+            at_ms = earlier(at_ms, link->again_ms);
+        }
+    }
+    return at_ms;
+}
+
+static bool under_way(const hixl_device *device) {
+    for (const hixl_link *link = device->links; link != NULL && device->batches != 0; link = link->next) {
+        if (link->live != 0 && link->machine.state == HIXL_UP) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool wait_for(hixl_device *device, int timeout_ms) {
+    struct pollfd ready = {.fd = device->wake_fd, .events = POLLIN};
+    uint64_t at_ms = due(device), now_ms = at_ms != 0 ? kvx_now_ms() : 0;
+    uint64_t left_ns = at_ms <= now_ms ? 0 : (at_ms - now_ms) * 1000000;
+    bool bounded = at_ms != 0;
+    if (under_way(device)) {
+        left_ns = !bounded || device->pace_ns < left_ns ? device->pace_ns : left_ns;
+        bounded = true;
+    }
+    if (timeout_ms >= 0 && (!bounded || (uint64_t)timeout_ms * 1000000 < left_ns)) {
+        left_ns = (uint64_t)timeout_ms * 1000000;
+        bounded = true;
+    }
+    struct timespec left = {.tv_sec = (time_t)(left_ns / 1000000000), .tv_nsec = (long)(left_ns % 1000000000)};
+    if (ppoll(&ready, 1, bounded ? &left : NULL, NULL) <= 0) {
+        return false;
+    }
+    uint64_t value;
+    (void)!read(device->wake_fd, &value, sizeof value);
+    return true;
+}
+
+int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
+    bool woken = wait_for(device, timeout_ms);
+    if (!device->thread_ready) {
+        device->thread_ready = true;
+        (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
+    }
+    device->moved = false;
+    uint64_t now_ms = kvx_now_ms();
+    if (woken) {
+        inbox_take(device);
+        kvx_hixl_calls_returned(device, now_ms);
+        retire(device, now_ms);
+    }
+    for (hixl_link *link = device->links; link != NULL; link = link->next) {
+        turn(link, now_ms, woken);
+    }
+    uint64_t slower = device->pace_ns * 3 / 2;
+    device->pace_ns = device->moved ? HIXL_POLL_MIN_NS : slower < HIXL_POLL_MAX_NS ? slower : HIXL_POLL_MAX_NS;
+    return device->moved;
+}
+
+/* -- slots ------------------------------------------------------------------------------------------------------------
+ */
+
+int kvx_hixl_submit(void *transport, kvx_op *op) {
+    hixl_transport *hixl = transport;
+    hixl_import *import = op->import->transport_data;
+    hixl_peer *peer = import->peer;
+    hixl_device *device = op->count == 0 ? NULL : kvx_hixl_device_of(hixl, op->region);
+    if (op->flags & KVX_OP_CHECK) {
+        return KVX_E_UNSUPPORTED; /* nobody could read the bytes on the way */
+    }
+    if (op->count != 0 && device == NULL) {
+        return op->region->kind == KVX_MEM_DRAM ? KVX_E_HOST_MEMORY : KVX_E_NO_DEVICE;
+    }
+    hixl_xfer *xfer = calloc(1, sizeof *xfer);
+    if (xfer == NULL) {
+        return KVX_E_NOMEM;
+    }
+    *xfer = (hixl_xfer){
+        .op = op, .device = device, .peer = peer, .import = import, .left = op->bytes, .segment_failed = -1};
+    pthread_mutex_lock(&hixl->lock);
+    int status = peer->lost || peer->closing                          ? KVX_E_PEER_LOST
+                 : import->shut != KVX_OK                             ? import->shut
+                 : !kvx_table_reserve(&peer->awaiting, peer->ops + 1) ? KVX_E_NOMEM
+                                                                      : KVX_PENDING;
+    if (status == KVX_PENDING) {
+        peer->ops++;
+        if (device == NULL) {
+            kvx_hixl_notify(xfer);
+        } else {
+            import->users++;
+            bool first = device->inbox_first == NULL;
+            if (first) {
+                device->inbox_first = xfer;
+            } else {
+                device->inbox_last->next = xfer;
+            }
+            device->inbox_last = xfer;
+            if (first) {
+                kvx_core_wake(hixl->core, hixl->slot, (uint32_t)device->index + 1);
+            }
+        }
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    if (status != KVX_PENDING) {
+        free(xfer);
+    }
+    return status;
+}
+
+/* The progress threads are gone, and the links are down or hopeless. */
+void kvx_hixl_xfers_close(hixl_device *device) {
+    inbox_take(device);
+    for (hixl_link *link = device->links; link != NULL; link = link->next) {
+        while (link->batch_first != NULL) {
+            batch_end(link, link->batch_first, NULL, KVX_E_LINK, true);
+        }
+        while (link->first != NULL) {
+            link->first->doubtful = false;
+            link->first->status = KVX_E_CLOSED;
+            step(link->first);
+        }
+    }
+    while (device->links != NULL) {
+        kvx_hixl_link_free(device->links);
+    }
+}
