@@ -28,6 +28,8 @@ LAYERS = (
         modules=(
             *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
             *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement"),
+            *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
+            *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
         ),
         pure=True,
     ),
@@ -52,6 +54,13 @@ LAYERS = (
                 "adopt",
             ),
             *("sharing", "notifications", "mailboxes", "peer", "client"),
+        ),
+    ),
+    Layer(
+        name="doctor",
+        modules=(
+            *("doctor", "doctor.examine", "doctor.accelerator"),
+            *(f"doctor.probe_{what}" for what in ("program", "host", "network", "ascend", "peers")),
         ),
     ),
     Layer(name="bench", modules=("bench", "bench.*")),

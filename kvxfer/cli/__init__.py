@@ -19,6 +19,7 @@ from kvxfer.errors import KvxferError, UsageError
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("kvxfer.cli.serve", "run this node's daemon"),
     "ping": ("kvxfer.cli.ping", "measure the control and data path to a node, per transport"),
+    "doctor": ("kvxfer.cli.doctor", "look at this host: what kvxfer can do here, what it cannot, and what to do"),
     "demo": ("kvxfer.cli.demo", "move a real KV cache between two nodes and compare every token"),
     "bench": ("kvxfer.cli.bench", "measure the transports on the work of a KV cache, beside plain copies and rivals"),
     "config": ("kvxfer.cli.config", "print the effective configuration and where each value comes from"),
@@ -27,6 +28,7 @@ EPILOG = """examples:
   kvxfer serve                              a daemon on loopback, no set-up needed
   kvxfer serve --listen 10.0.0.5:17800 --secret-file /etc/kvxfer/secret
   kvxfer ping 10.0.0.6:17800                is that node there, and how fast
+  kvxfer doctor                             what this host can do, and why not
   kvxfer config                             every option, its value and its origin
 
 `kvxfer COMMAND --help` explains one command. Options can also be set in a TOML file (--config) and as KVXFER_*

@@ -15,7 +15,7 @@
 #include "numa.h"
 #include "space.h"
 
-#define STAGE_BYTES (UINT64_C(64) << 10)
+#define STAGE_BYTES (UINT64_C(1) << 20)
 
 struct kvx_arena {
     kvx_core *core; /* NULL: its engine is closed */
@@ -476,11 +476,47 @@ int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p
 /* -- copies -----------------------------------------------------------------------------------------------------------
  */
 
+/* Between two cards that do not reach each other: through the host. */
+static int copy_staged(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
+                       uint32_t *raw_p) {
+    uint64_t size = length < STAGE_BYTES ? length : STAGE_BYTES;
+    uint8_t *stage = malloc(size);
+    int status = stage == NULL ? KVX_E_NOMEM : KVX_OK;
+    for (uint64_t at = 0, step; status == KVX_OK && at < length; at += step) {
+        step = length - at < size ? length - at : size;
+        status = api->copy(source.device, stage, source.address + at, step, raw_p);
+        if (status == KVX_OK) {
+            status = api->copy(target.device, target.address + at, stage, step, raw_p);
+        }
+    }
+    free(stage);
+    return status;
+}
+
+static int copy_devices(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
+                        uint32_t *raw_p) {
+    int32_t there = 1, back = 1;
+    if (target.device != source.device) { /* asking also enables it */
+        if (api->device_peer(target.device, source.device, &there, NULL) != KVX_OK ||
+            api->device_peer(source.device, target.device, &back, NULL) != KVX_OK) {
+            there = 0;
+        }
+    }
+    return there && back ? api->copy(target.device, target.address, source.address, length, raw_p)
+                         : copy_staged(api, target, source, length, raw_p);
+}
+
 int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
     if (kvx_place_on_device(target) || kvx_place_on_device(source)) {
         const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
         int32_t device = kvx_place_on_device(target) ? target.device : source.device;
-        return api == NULL ? KVX_E_UNSUPPORTED : api->copy(device, target.address, source.address, length, raw_p);
+        if (api == NULL || length == 0) {
+            return api == NULL ? KVX_E_UNSUPPORTED : KVX_OK;
+        }
+        if (kvx_place_on_device(target) && kvx_place_on_device(source)) {
+            return copy_devices(api, target, source, length, raw_p);
+        }
+        return api->copy(device, target.address, source.address, length, raw_p);
     }
     if (target.address < source.address + length && source.address < target.address + length) {
         memmove(target.address, source.address, length);
@@ -496,10 +532,11 @@ int kvx_place_crc32c(kvx_place place, uint64_t length, uint32_t *crc_p) {
         *crc_p = kvx_crc32c(0, place.address, length);
         return KVX_OK;
     }
-    uint8_t *stage = malloc(STAGE_BYTES);
+    uint64_t size = length < STAGE_BYTES ? length : STAGE_BYTES;
+    uint8_t *stage = malloc(size + 1); /* also when there is nothing to read */
     int status = stage == NULL ? KVX_E_NOMEM : KVX_OK;
     for (uint64_t at = 0; status == KVX_OK && at < length;) {
-        uint64_t step = length - at < STAGE_BYTES ? length - at : STAGE_BYTES;
+        uint64_t step = length - at < size ? length - at : size;
         status = kvx_move(kvx_place_host(stage), kvx_place_at(place, at), step, UINT64_MAX, NULL);
         crc = status == KVX_OK ? kvx_crc32c(crc, stage, step) : crc;
         at += step;

@@ -63,6 +63,8 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
         fields["conflict"] = why.conflict or None
     if status == Status.DEVICE_MEMORY and why.total_bytes:
         fields["free_bytes"], fields["total_bytes"] = why.free_bytes, why.total_bytes
+    if isinstance(fields.get("address"), int) and status != Status.ALIGN:
+        fields["address"] = hex(int(fields["address"] or 0))
     hint = _HINTS.get(Status(status)) if status in _HINTS and fields.get("device") is not None else None
     if status == Status.ALIGN:
         boundary, hint = _alignment(why, fields)

@@ -1,0 +1,220 @@
+"""What the probes saw, as plain values. None or -1 means that the host does not tell; each class says which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvxfer.wire.session import VERSIONS
+
+UNLIMITED = -1  # of a resource limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """This copy of kvxfer. ``native_error`` empty: the engine loads. ``packages``: name to version, "" missing."""
+
+    version: str = "0+unknown"
+    protocol: int = VERSIONS[1]
+    python: tuple[int, int, int] = (3, 11, 0)
+    implementation: str = "CPython"
+    machine: str = "x86_64"
+    native_path: str = ""
+    native_error: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """One transport, opened alone. ``error`` empty: it works here. ``wanted``: configured on purpose."""
+
+    name: str
+    error: str = ""
+    memory: str = ""
+    endpoint: str = ""
+    listed: bool = True
+    wanted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Hugepages of one size, in pages."""
+
+    page_bytes: int
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numa:
+    """``mbind_errno``: 0 allowed, None not tried. ``cards``: accelerator's PCI address to its node."""
+
+    nodes: tuple[int, ...] = (0,)
+    mbind_errno: int | None = 0
+    cards: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """The monotonic clock. ``backwards``: how often it stepped back while it was looked at."""
+
+    source: str = "tsc"
+    backwards: int = 0
+    read_ns: float = 50.0
+    resolution_ns: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Limits are (soft, hard), UNLIMITED for none; sizes in bytes. ``capabilities``: names that this process has."""
+
+    memlock: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    descriptors: tuple[int, int] = (65536, 65536)
+    capabilities: frozenset[str] = frozenset()
+    pages: tuple[Pages, ...] = ()
+    memfd_errno: int = 0
+    tmpfs_bytes: int | None = None
+    memory_total: int = 0
+    memory_available: int = 0
+    container_limit: int | None = None
+    container_used: int = 0
+    ptrace_scope: int | None = 0
+    attach_errno: int | None = 0
+    maps_max: int = 65530
+    numa: Numa = Numa()
+    clock: Clock = Clock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bind:
+    """An attempt to listen. ``errno`` 0: it worked. ``ours``: the port is held by this host's kvxfer daemon."""
+
+    option: str
+    address: str
+    errno: int = 0
+    reason: str = ""
+    ours: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tcp:
+    """Settings of the kernel. ``buffers_max``: the largest receive and send buffer that it grows to by itself."""
+
+    congestion: str = "cubic"
+    available: tuple[str, ...] = ("reno", "cubic")
+    allowed: tuple[str, ...] = ("reno", "cubic")
+    buffers_max: tuple[int, int] = (16 << 20, 16 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaPort:
+    """A port of a NIC of the host that can do RDMA."""
+
+    device: str
+    port: int
+    state: str
+    physical: str = ""
+    layer: str = ""
+    rate: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """``local``: numeric address to whether this host has it. ``families``: 4 and 6 as far as there is a route."""
+
+    binds: tuple[Bind, ...] = ()
+    local: Mapping[str, bool] = field(default_factory=dict)
+    families: frozenset[int] = frozenset((4, 6))
+    socket_dir: str = ""
+    socket_dir_error: str = ""
+    daemon: str = ""
+    tcp: Tcp = Tcp()
+    rdma: tuple[RdmaPort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A numeric address of a peer, and how a plain TCP connection to it went. ``error`` empty: well."""
+
+    address: str
+    family: int = 4
+    error: str = ""
+    ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSeen:
+    """Another node. ``error`` empty: its daemon answered, and the other fields are what it said."""
+
+    given: str
+    candidates: tuple[Candidate, ...] = ()
+    error: str = ""
+    hint: str = ""
+    version: str = ""
+    protocol: int = 0
+    transports: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    data_advertise: tuple[str, ...] = ()
+    accelerator: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One accelerator as ACL shows it; bytes of its memory. ``error``: why it could not be asked."""
+
+    device: int
+    free: int = 0
+    total: int = 0
+    healthy: bool = True
+    physical: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """The libraries as a process of their own found them. ``why``: what is missing, when ``found`` is false."""
+
+    found: bool = False
+    why: str = ""
+    simulated: bool = False
+    soc: str = ""
+    toolkit: str = ""
+    reported: str = ""
+    paths: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    cards: tuple[Card, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardLink:
+    """What hccn_tool says about the network port of one card; empty texts: it said nothing that we know."""
+
+    device: int
+    link: str = ""
+    tls: str = ""
+    health: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ascend:
+    """Driver and toolkit as the file system shows them, and what the libraries say.
+
+    ``denied``: device files that this user may not open. ``holders``: device to the processes that hold it open.
+    ``hccn``: the text of /etc/hccn.conf, None when it cannot be read. ``directories``: places where the toolkit was
+    looked for, and whether it is there.
+    """
+
+    devices: tuple[int, ...] = ()
+    missing: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
+    driver: str = ""
+    hccn: str | None = None
+    hccn_path: str = "/etc/hccn.conf"
+    hccn_tool: str = ""
+    links: tuple[CardLink, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directories: tuple[tuple[str, bool], ...] = ()
+    holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    nic_port_taken: bool = False
+    accelerator: Accelerator = Accelerator()

@@ -1,0 +1,85 @@
+"""Looking at this copy of kvxfer: versions, whether the engine loads, which transports open."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from kvxfer.config import TRANSPORTS, Config
+from kvxfer.doctor.facts import Program, Transport
+from kvxfer.errors import KvxferError
+from kvxfer.identity import package_version
+
+PACKAGES = ("cffi", "msgpack", "numpy", "prometheus-client", "uvloop")
+LOCAL = "loop"  # opens everywhere, so that an engine opens when nothing else does
+
+
+def probe_program() -> Program:
+    """What runs here."""
+    spec = importlib.util.find_spec("kvxfer.native._shim")
+    error = "it was not built for this interpreter" if spec is None else ""
+    if not error:
+        try:
+            importlib.import_module("kvxfer.native.engine")
+        except Exception as failure:  # whatever it is, it is the finding
+            error = f"{type(failure).__name__}: {failure}"
+    major, minor, micro = sys.version_info[:3]
+    return Program(
+        version=package_version(),
+        python=(major, minor, micro),
+        implementation=platform.python_implementation(),
+        machine=platform.machine(),
+        native_path=str(spec.origin) if spec is not None else "",
+        native_error=error,
+        packages={name: _version_of(name) for name in PACKAGES},
+    )
+
+
+def _version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def probe_transports(config: Config, origins: Mapping[str, str]) -> tuple[Transport, ...]:
+    """Every transport that is not of one process alone, each in an engine of its own, opened for a moment."""
+    listed = {name.removeprefix("fault+") for name in config.transports}
+    chosen = origins.get("transports", "default") != "default"
+    place = tempfile.mkdtemp(prefix="kvxfer-doctor-")
+    try:
+        return tuple(
+            replace(_opened(name, config, place), listed=name in listed, wanted=chosen and name in listed)
+            for name in TRANSPORTS
+            if name != LOCAL
+        )
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _opened(name: str, config: Config, place: str) -> Transport:
+    from kvxfer.native.engine import Engine, EngineConfig
+    from kvxfer.native.facts import MemoryKind
+
+    asked = (LOCAL, f"?{name}")
+    overrides = {"transports": asked, "socket_dir": place, "tcp_bind": config.data_bind_host}
+    try:
+        engine = Engine(EngineConfig.from_config(config, secrets.token_bytes(16), **overrides))
+    except KvxferError as failure:
+        return Transport(name=name, error=failure.message)
+    try:
+        here = {info.name: info for info in engine.transports}
+        why = engine.unavailable.get(name, "it did not open")
+    finally:
+        engine.close()
+    if name not in here:
+        return Transport(name=name, error=why)
+    kinds = [kind.name.lower() for kind in MemoryKind if here[name].moves(kind)]
+    return Transport(name=name, memory=", ".join(kinds), endpoint=here[name].endpoint)
