@@ -59,7 +59,7 @@ typedef struct kvx_ascend_api {
     /* May this process copy between two devices of the host without the network? 1 yes, 0 no; enables it. */
     int (*device_peer)(int32_t device, int32_t other, int32_t *can_p, uint32_t *raw_p);
     /* where: KVX_ASCEND_DEVICE hugepage-backed HBM, aligned to KVX_ASCEND_ALIGNMENT; KVX_ASCEND_HOST pinned host
-     * memory. */
+     * memory. Device memory is whole huge pages or nothing. KVX_E_NOMEM: no host memory. */
     int (*mem_alloc)(int32_t device, kvx_ascend_where where, uint64_t length, void **memory_p, uint32_t *raw_p);
     int (*mem_free)(int32_t device, kvx_ascend_where where, void *memory, uint32_t *raw_p);
     /* Whose memory is it? KVX_ASCEND_FOREIGN: ACL does not know it (plain malloc). base/length of the allocation are 0
@@ -68,13 +68,16 @@ typedef struct kvx_ascend_api {
                      uint64_t *length_p, uint32_t *raw_p);
     /* Blocking copy in any direction; memory of both kinds, the direction is found from the kinds. */
     int (*copy)(int32_t device, void *target, const void *source, uint64_t length, uint32_t *raw_p);
-    /* A stream and batches of copies on it. copy_batch takes up to KVX_ASCEND_COPIES_MAX entries and returns at once.
-     */
+    /* A stream and batches of copies on it. copy_batch takes any number of entries (KVX_ASCEND_COPIES_MAX per call of
+     * the library) and returns at once; host memory should be pinned, else the library may wait for each. After an
+     * error part of the batch may run: stream_abort before the memory is used again. */
     int (*stream_open)(int32_t device, void **stream_p, uint32_t *raw_p);
     int (*stream_close)(int32_t device, void *stream, bool force, uint32_t *raw_p);
     int (*copy_batch)(int32_t device, void *stream, const kvx_ascend_copy *copies, uint32_t count, uint32_t *raw_p);
-    int (*stream_poll)(int32_t device, void *stream, uint32_t *raw_p);  /* KVX_OK all done, KVX_PENDING, or an error */
-    int (*stream_abort)(int32_t device, void *stream, uint32_t *raw_p); /* returns when nothing moves any more */
+    int (*stream_poll)(int32_t device, void *stream, uint32_t *raw_p); /* KVX_OK all done, KVX_PENDING, or an error */
+    /* KVX_OK: nothing moves any more, and the stream is as new. KVX_E_TIMEOUT: the device does not say; leave the
+     * memory alone. */
+    int (*stream_abort)(int32_t device, void *stream, uint32_t *raw_p);
     /* Device memory for other processes of this host. pid 0: any process (pid check off). */
     int (*ipc_export)(int32_t device, void *memory, uint64_t length, int32_t pid, char key[KVX_ASCEND_IPC_KEY_MAX],
                       uint32_t *raw_p);
@@ -82,11 +85,14 @@ typedef struct kvx_ascend_api {
     int (*ipc_close)(int32_t device, const char *key, uint32_t *raw_p);
 
     /* -- HIXL ------------------------------------------------------------------------------------------------------ */
-    /* An engine on `device`. local: "ip:port" listens too, "ip" is a client only. Port 1..65535 is checked here. */
+    /* An engine on `device`. local: "ip:port" listens too, "ip" is a client only. Port 1..65535 is checked here, and
+     * that the toolkit knows each option: KVX_E_INVALID with raw 0. BufferPool is "0:0" unless given. */
     int (*engine_open)(int32_t device, const char *local, const kvx_ascend_option *options, uint32_t option_count,
                        void **engine_p, uint32_t *raw_p, char *why, size_t why_size);
-    /* Finalize and destroy. Not while another call on this engine runs (also one that hangs): see engine_leak. */
+    /* Finalize and destroy. KVX_E_BUSY while another call on this engine runs, also one that hangs: then nothing was
+     * done, and whoever cannot wait leaves the engine as it is. May block like connect. */
     int (*engine_close)(void *engine, uint32_t *raw_p);
+    /* Device memory that is not whole huge pages: KVX_E_ALIGN with raw 0, the library would notice at connect only. */
     int (*mem_register)(void *engine, void *memory, uint64_t length, kvx_ascend_where where, void **handle_p,
                         uint32_t *raw_p);
     int (*mem_deregister)(void *engine, void *handle, uint32_t *raw_p);
@@ -98,10 +104,11 @@ typedef struct kvx_ascend_api {
                   void **request_p, uint32_t *raw_p);
     /* KVX_PENDING, KVX_OK or an error; anything but KVX_PENDING frees the request: never ask again. */
     int (*poll)(void *engine, void *request, uint32_t *raw_p);
-    /* The library's last message in this thread, "" when it has none. Valid until the next call. */
+    /* The library's last message in this thread, "" when it has none. Valid until the next call. Ask only after a raw
+     * status that is not 0: what we refused ourselves leaves an older message there. */
     const char *(*last_error)(void);
     int (*capability)(int32_t feature, int32_t *value_p, uint32_t *raw_p); /* KVX_E_UNSUPPORTED before 9.1 */
-    /* This process as ipc_export of another one names it: inside a container not the same as getpid(). */
+    /* This process as ipc_export of another one names it: in a container not the same as getpid(). */
     int (*process_id)(int32_t *pid_p, uint32_t *raw_p);
 } kvx_ascend_api;
 

@@ -123,7 +123,8 @@ def device_info(device: int) -> AscendDevice:
     free, total, physical = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int32_t *")
     status = table.device_info(device, free, total, raw)
     if status != Status.OK:
-        raise vendor_error(status, raw[0], what=f"device {device}", said=_text(table.last_error()), device=device)
+        said = _text(table.last_error()) if raw[0] else ""
+        raise vendor_error(status, raw[0], what=f"device {device}", said=said, device=device)
     found = table.device_physical(device, physical, raw) == Status.OK
     health = table.device_healthy(device, raw)
     return AscendDevice(
