@@ -100,8 +100,10 @@ class Region:
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The memory itself: uint8, shape (length,). Raises `UsageError` when the CPU cannot touch it."""
-        if self._array is None:
+        if self._array is None and self._info.on_device:
             raise not_addressable(self._info)
+        if self._array is None:
+            raise UnknownRegion(f"region {self.id} was released", region=self.id)
         return self._array
 
     @property
@@ -273,6 +275,8 @@ class Region:
 
     def _released(self, _: object) -> None:
         self._owner = None
+        if self.kind is MemoryKind.PINNED:
+            self._array = None  # as long as somebody looks at it, nobody else gets this memory
 
     def plane_closed(self) -> None:
         """The engine is gone, and with it whatever could reach the memory."""

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvxfer.client import Client, local
 from kvxfer.geometry import BlockTable, Geometry
@@ -40,10 +41,10 @@ def small_geometry(**changes: Any) -> Geometry:
     return Geometry(**{**values, **changes})
 
 
-async def make_cache(client: Client, geometry: Geometry, blocks: int) -> KVCache:
-    """A cache with all its layers in one allocated region."""
+async def make_cache(client: Client, geometry: Geometry, blocks: int, **how: Any) -> KVCache:
+    """A cache with all its layers in one allocated region; ``how`` goes to `Client.alloc`."""
     layout, length = contiguous_layout(geometry, blocks)
-    return KVCache(layout, await client.alloc(length))
+    return KVCache(layout, await client.alloc(length, **how))
 
 
 def scattered(seed: int, pool_blocks: int, tokens: int, block_tokens: int) -> BlockTable:
@@ -57,10 +58,19 @@ def tokens_of(cache: KVCache, table: BlockTable, layer: int) -> Any:
     """What a contiguous float32 PBNHD cache holds for a request's tokens in one layer: shape (parts, tokens, heads,
     size).
     """
+    return _tokens(cache.regions[0].array, cache, table, layer)
+
+
+async def read_tokens(cache: KVCache, table: BlockTable, layer: int) -> Any:
+    """The same for a cache in any memory."""
+    return _tokens(await cache.regions[0].read(), cache, table, layer)
+
+
+def _tokens(memory: npt.NDArray[np.uint8], cache: KVCache, table: BlockTable, layer: int) -> Any:
     geometry, blocks = cache.layout.geometry, cache.layout.blocks
     shape = (geometry.kv_parts, blocks, geometry.block_tokens, geometry.kv_heads, geometry.head_size)
     offset = cache.layout.placements[layer].offset
     size = int(np.prod(shape)) * 4
-    values = cache.regions[0].array[offset : offset + size].view(np.float32).reshape(shape)
+    values = memory[offset : offset + size].view(np.float32).reshape(shape)
     picked = values[:, table.blocks].reshape(geometry.kv_parts, -1, geometry.kv_heads, geometry.head_size)
     return picked[:, : table.tokens].copy()
