@@ -8,10 +8,6 @@
 
 #include "context.h"
 
-#ifndef KVXSIM_VERSION_MAJOR
-#error "build.py names the toolkit that is imitated"
-#endif
-
 namespace kvxsim {
 
 namespace {
@@ -123,7 +119,7 @@ ACL_API int aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch) {
     if (!major || !minor || !patch)
         return refuse(kAclParam, "aclrtGetVersion: null");
     *major = 1; /* of the ACL interface, not of the toolkit */
-    *minor = KVXSIM_VERSION_MAJOR + KVXSIM_VERSION_MINOR;
+    *minor = kvxsim_major() + kvxsim_minor();
     *patch = 0;
     return 0;
 }
@@ -131,14 +127,14 @@ ACL_API int aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch) {
 ACL_API int aclsysGetVersionStr(char *package, char *version) {
     if (!package || !version)
         return refuse(kAclParam, "aclsysGetVersionStr: null");
-    snprintf(version, 128, "%d.%d.0-" KVXSIM_NAME, KVXSIM_VERSION_MAJOR, KVXSIM_VERSION_MINOR);
+    snprintf(version, 128, "%d.%d.0-" KVXSIM_NAME, kvxsim_major(), kvxsim_minor());
     return 0;
 }
 
 ACL_API int aclsysGetVersionNum(char *package, int32_t *number) {
     if (!package || !number)
         return refuse(kAclParam, "aclsysGetVersionNum: null");
-    *number = KVXSIM_VERSION_MAJOR * 10000000 + KVXSIM_VERSION_MINOR * 100000;
+    *number = kvxsim_major() * 10000000 + kvxsim_minor() * 100000;
     return 0;
 }
 

@@ -226,7 +226,6 @@ ACL_API int aclrtPointerGetAttributes(const void *memory, aclrtPtrAttributes *at
     return 0;
 }
 
-#ifdef KVXSIM_HAS_ADDRESS_RANGE
 ACL_API int aclrtMemGetAddressRange(void *memory, void **base_p, size_t *length_p) {
     int status = enter("addressrange");
     if (status)
@@ -239,8 +238,6 @@ ACL_API int aclrtMemGetAddressRange(void *memory, void **base_p, size_t *length_
     *length_p = found.length;
     return 0;
 }
-#endif
-
 /* -- memory of another process ----------------------------------------------------------------------------------------
  */
 

@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 BUILT = HERE.parent / "build" / "ascend_sim"
 VARIANTS = ("8.5", "9.0", "9.1")
 FLAGS = (
-    "-std=c++17 -O2 -g -fPIC -pthread -fvisibility=hidden -fno-strict-aliasing "
-    "-Wall -Wextra -Werror -Wshadow -Wconversion -Wno-unused-parameter"
+    "-std=c++17 -O1 -g1 -fPIC -pthread -fvisibility=hidden -fno-strict-aliasing "
+    "-Wall -Wextra -Werror -Wshadow -Wconversion "
 )
 
 
@@ -34,29 +34,54 @@ class NoCompilerError(RuntimeError):
     """There is no C++ compiler here."""
 
 
+# What only 9.1 and later have; the linker hides it for the others.
+ACL_NEW = ("aclrtMemGetAddressRange",)
+HIXL_NEW = (
+    "_ZN4hixl4Hixl12ConnectAsyncERKN2ge12AscendStringEi",
+    "_ZN4hixl4Hixl15DisconnectAsyncERKN2ge12AscendStringEi",
+    "_ZN4hixl4Hixl21GetAsyncConnectStatusERKN2ge12AscendStringERNS_18AsyncConnectStatusE",
+    "_ZN4hixl4Hixl21GetAsyncConnectStatusERSt3mapIN2ge12AscendStringENS_18AsyncConnectStatusESt4lessIS3_ESaISt4pair"
+    "IKS3_S4_EEE",
+    "_ZN4hixl4Hixl17GetTransferStatusERKNS_21GetTransferStatusArgsERSt6vectorINS_14TransferResultESaIS5_EE",
+    "_ZN4hixl4Hixl13GetCapabilityENS_11FeatureTypeERi",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library to build: its soname, its sources, what it needs, what it may export (a linker's pattern)."""
+    """A library to build: sources, what it may export (patterns of the linker; `newer`: from 9.1 on), what it needs."""
 
     name: str
     sources: tuple[str, ...]
-    exports: str
+    exports: tuple[str, ...]
+    newer: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
+    @property
+    def object(self) -> str:
+        return self.sources[0].replace(".cc", ".o")
 
+
+EMPTY = ("empty.cc",)
 LIBRARIES = (
     Library(
         name="libacl_rt.so",
         sources=("settings.cc", "state.cc", "memory.cc", "acl_device.cc", "acl_memory.cc", "acl_stream.cc"),
-        exports="acl*; kvxsim_*;",
+        exports=("acl*", "kvxsim_*"),
+        newer=ACL_NEW,
     ),
-    Library(name="libmetadef.so", sources=("metadef.cc",), exports="_ZN2ge12AscendStringC1*; _ZNK2ge12AscendString*;"),
-    Library(name="libhcomm.so", sources=("empty.cc",), exports="kvxsim_placeholder;"),
-    Library(name="liberror_manager.so", sources=("empty.cc",), exports="kvxsim_placeholder;"),
+    Library(
+        name="libmetadef.so",
+        sources=("metadef.cc",),
+        exports=("_ZN2ge12AscendStringC1*", "_ZNK2ge12AscendString*"),
+    ),
+    Library(name="libhcomm.so", sources=EMPTY, exports=("kvxsim_placeholder",)),
+    Library(name="liberror_manager.so", sources=EMPTY, exports=("kvxsim_placeholder",)),
     Library(
         name="libcann_hixl.so",
         sources=("hixl.cc", "engine.cc", "server.cc", "transfer.cc", "wire.cc"),
-        exports="_ZN4hixl4HixlC1Ev; _ZN4hixl4HixlD1Ev; _ZN4hixl4Hixl[0-9]*;",
+        exports=("_ZN4hixl4HixlC1Ev", "_ZN4hixl4HixlD1Ev", "_ZN4hixl4Hixl[0-9]*"),
+        newer=HIXL_NEW,
         needs=("libacl_rt.so", "libmetadef.so", "libhcomm.so", "liberror_manager.so"),
     ),
 )
@@ -82,15 +107,8 @@ def compiler() -> tuple[str, str]:
     )
 
 
-def flags(variant: str, abi: int, sanitize: str | None) -> list[str]:
-    major, minor = variant.split(".")
-    out = [*FLAGS.split(), f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-DKVXSIM_VERSION_MAJOR={major}"]
-    out.append(f"-DKVXSIM_VERSION_MINOR={minor}")
-    if variant == "9.1":
-        out += ["-DKVXSIM_HAS_ASYNC_CONNECT=1", "-DKVXSIM_HAS_ADDRESS_RANGE=1"]
-    if sanitize:
-        out.append(f"-fsanitize={sanitize}")
-    return out
+def flags(abi: int, sanitize: str | None) -> list[str]:
+    return [*FLAGS.split(), f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *([f"-fsanitize={sanitize}"] if sanitize else [])]
 
 
 def run(command: list[str]) -> None:
@@ -99,24 +117,32 @@ def run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
-def compile_into(directory: Path, options: list[str]) -> None:
-    cxx, _ = compiler()
+def compile_objects(directory: Path, options: list[str]) -> None:
+    """An object for each library, of all its sources at once: what costs time is the standard library's headers."""
     for library in LIBRARIES:
+        whole = directory / library.object.replace(".o", "-all.cc")
+        whole.write_text("".join(f'#include "{HERE / source}"\n' for source in library.sources))
+        if not (directory / library.object).exists():
+            run([compiler()[0], *options, "-c", str(whole), "-o", str(directory / library.object)])
+
+
+def link_libraries(directory: Path, objects: Path, variant: str, options: list[str]) -> None:
+    major, minor = variant.split(".")
+    for library in LIBRARIES:
+        hidden = (*(library.newer if variant != "9.1" else ()), "*")
         script = directory / f"{library.name}.map"
-        script.write_text(f"{{ global: {library.exports} local: *; }};\n")
-        command = [cxx, *options, "-shared", *(str(HERE / name) for name in library.sources)]
+        script.write_text(f"{{ global: {'; '.join(library.exports)}; local: {'; '.join(hidden)}; }};\n")
+        command = [compiler()[0], *options, "-shared", str(objects / library.object)]
+        if library.name == "libacl_rt.so":
+            command += [f"-DKVXSIM_VERSION_MAJOR={major}", f"-DKVXSIM_VERSION_MINOR={minor}", str(HERE / "version.cc")]
         command += [
             "-o",
             str(directory / library.name),
             f"-Wl,-soname,{library.name}",
             f"-Wl,--version-script,{script}",
         ]
-        command += [
-            f"-L{directory}",
-            "-Wl,-rpath,$ORIGIN",
-            "-Wl,--no-as-needed,-z,defs",
-            *(f"-l:{name}" for name in library.needs),
-        ]
+        command += [f"-L{directory}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
+        command += [f"-l:{name}" for name in library.needs]
         run(command)
         script.unlink()
     (directory / "libascendcl.so").symlink_to("libacl_rt.so")
@@ -148,21 +174,25 @@ def build(variant: str = "9.1", abi: int = 1, sanitize: str | None = None) -> Pa
     """The directory with the libraries, built if need be. ``sanitize``: what -fsanitize= takes."""
     if variant not in VARIANTS or abi not in (0, 1):
         raise ValueError(f"variant {variant!r} is not one of {VARIANTS}, or abi {abi!r} not 0 or 1")
-    options = flags(variant, abi, sanitize)
-    family = BUILT / f"{variant}-abi{abi}{'-' + sanitize.replace(',', '-') if sanitize else ''}"
-    return made(family, options, lambda work: compile_into(work, options))
+    options = flags(abi, sanitize)
+    suffix = f"abi{abi}" + (f"-{sanitize.replace(',', '-')}" if sanitize else "")
+    objects = made(BUILT / f"objects-{suffix}", options, lambda work: compile_objects(work, options))
+    return made(
+        BUILT / f"{variant}-{suffix}", options, lambda work: link_libraries(work, objects, variant, options), variant
+    )
 
 
-def build_driver(variant: str, abi: int, libraries: Path, sanitize: str | None = None) -> Path:
-    """The test's program, linked to the libraries; its string ABI may differ from theirs."""
-    options = flags(variant, abi, sanitize)
+def build_driver(libraries: Path, abi: int = 1, sanitize: str | None = None) -> Path:
+    """The test's program; its string ABI may differ from the libraries'. It is linked to those of 9.1 and finds them by
+    LD_LIBRARY_PATH, so it runs with older ones as long as it asks nothing of them that they do not have."""
+    options = [*flags(abi, sanitize), "-O0"]
     names = [f"-l:{library.name}" for library in LIBRARIES]
 
     def work(directory: Path) -> None:
         command = [compiler()[0], *options, str(HERE / "driver.cc"), "-o", str(directory / "driver")]
-        run([*command, f"-L{libraries}", *names, f"-Wl,-rpath,{libraries}"])
+        run([*command, f"-L{libraries}", "-Wl,-z,lazy", *names])
 
-    return made(BUILT / f"driver-{variant}-abi{abi}", options, work, libraries) / "driver"
+    return made(BUILT / f"driver-abi{abi}", options, work) / "driver"
 
 
 def main() -> None:

@@ -62,9 +62,7 @@ int aclrtIpcMemGetExportKey(void *, size_t, char *, size_t, uint64_t);
 int aclrtIpcMemSetImportPid(const char *, int32_t *, size_t);
 int aclrtIpcMemImportByKey(void **, const char *, uint64_t);
 int aclrtIpcMemClose(const char *);
-#ifdef KVXSIM_HAS_ADDRESS_RANGE
 int aclrtMemGetAddressRange(void *, void **, size_t *);
-#endif
 }
 
 namespace {
@@ -344,7 +342,6 @@ std::string do_notifies(Words &words) {
     return join(status, all.size(), all.empty() ? size_t(0) : all[0].notify_msg.GetLength());
 }
 
-#ifdef KVXSIM_HAS_ASYNC_CONNECT
 std::string do_bulk(Words &words) {
     hixl::GetTransferStatusArgs arguments = {};
     std::vector<hixl::TransferResult> results;
@@ -373,10 +370,9 @@ std::string do_capability(Words &words) {
     uint32_t status = hixl::Hixl::GetCapability(static_cast<hixl::FeatureType>(next<int32_t>(words)), value);
     return join(status, value);
 }
-#endif
 
-std::map<std::string, Command> commands() {
-    std::map<std::string, Command> out = {
+std::map<std::string, Command> named_commands() {
+    return {
         {"malloc", do_malloc},     {"mallochost", do_mallochost},
         {"plain", do_plain},       {"copy", do_copy},
         {"fill", do_fill},         {"count", do_count},
@@ -388,11 +384,12 @@ std::map<std::string, Command> commands() {
         {"async", do_async},       {"scatter", do_scatter},
         {"poll", do_poll},         {"finish", do_finish},
         {"notify", do_notify},     {"notifies", do_notifies},
-#ifdef KVXSIM_HAS_ASYNC_CONNECT
         {"bulk", do_bulk},         {"later", do_later},
         {"state", do_state},       {"capability", do_capability},
-#endif
     };
+}
+
+void add_device_commands(std::map<std::string, Command> &out) {
     out["init"] = [](Words &) { return join(raw(aclInit(nullptr))); };
     out["device"] = [](Words &words) {
         device = next<int32_t>(words);
@@ -436,6 +433,9 @@ std::map<std::string, Command> commands() {
         return join(status, can);
     };
     out["enablepeer"] = [](Words &words) { return join(raw(aclrtDeviceEnablePeerAccess(next<int32_t>(words), 0))); };
+}
+
+void add_stream_commands(std::map<std::string, Command> &out) {
     out["ipcclose"] = [](Words &words) { return join(raw(aclrtIpcMemClose(next<std::string>(words).c_str()))); };
     out["stream"] = [](Words &words) { return join(raw(aclrtCreateStream(&named(next<std::string>(words))))); };
     out["streamclose"] = [](Words &words) { return join(raw(aclrtDestroyStream(pointer(words)))); };
@@ -463,14 +463,15 @@ std::map<std::string, Command> commands() {
         uint32_t done = 9, status = raw(aclrtQueryEventStatus(pointer(words), &done));
         return join(status, done);
     };
-#ifdef KVXSIM_HAS_ADDRESS_RANGE
     out["range"] = [](Words &words) {
         void *base = nullptr;
         size_t length = 0;
         uint32_t status = raw(aclrtMemGetAddressRange(pointer(words), &base, &length));
         return join(status, reinterpret_cast<uint64_t>(base), length);
     };
-#endif
+}
+
+void add_engine_commands(std::map<std::string, Command> &out) {
     out["close"] = [](Words &words) {
         engine(words).Finalize();
         return std::string("0");
@@ -489,6 +490,13 @@ std::map<std::string, Command> commands() {
         hixl::S remote = string(next<std::string>(words));
         return join(one.Disconnect(remote, next<int32_t>(words, 1000)));
     };
+}
+
+std::map<std::string, Command> commands() {
+    std::map<std::string, Command> out = named_commands();
+    add_device_commands(out);
+    add_stream_commands(out);
+    add_engine_commands(out);
     return out;
 }
 

@@ -11,15 +11,11 @@
 
 #include "engine.h"
 
-#ifndef KVXSIM_VERSION_MAJOR
-#error "build.py names the toolkit that is imitated"
-#endif
-
 namespace kvxsim {
 
 /* What HIXL itself keeps a link for: these leave it usable, anything else latches it. */
 bool latches(uint32_t status) {
-    return KVXSIM_VERSION_MAJOR >= 9 && status != 0 && status != kParamInvalid && status != kNotConnected &&
+    return kvxsim_major() >= 9 && status != 0 && status != kParamInvalid && status != kNotConnected &&
            status != kAlreadyConnected && status != kUnsupported && status != kExhausted;
 }
 
@@ -82,9 +78,9 @@ uint32_t Engine::apply_options(const std::map<std::string, std::string> &options
             good = value == "0";
         } else if (key == "GlobalResourceConfig")
             good = json_object(value);
-        else if (key == "AutoConnect" && KVXSIM_VERSION_MAJOR >= 9)
+        else if (key == "AutoConnect" && kvxsim_major() >= 9)
             good = value == "0" || value == "1", auto_connect_ = value == "1";
-        else if (key == "LocalCommRes" && KVXSIM_VERSION_MAJOR >= 9) {
+        else if (key == "LocalCommRes" && kvxsim_major() >= 9) {
             if (value.find("\"1.3\"") != std::string::npos)
                 return kvxsim_error(kUnsupported, "LocalCommRes version 1.3: client/server engine is not simulated");
             good = value.empty() || json_object(value);

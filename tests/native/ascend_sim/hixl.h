@@ -118,14 +118,13 @@ class KVXSIM_VISIBLE Hixl {
     Status GetTransferStatus(const TransferReq &req, TransferStatus &status);
     Status SendNotify(const S &remote_engine, const NotifyDesc &notify, int32_t timeout_ms = 1000);
     Status GetNotifies(std::vector<NotifyDesc> &notifies);
-#ifdef KVXSIM_HAS_ASYNC_CONNECT
+    /* 9.1 and later */
     Status ConnectAsync(const S &remote_engine, int32_t timeout_ms = 1000);
     Status DisconnectAsync(const S &remote_engine, int32_t timeout_ms = 1000);
     Status GetAsyncConnectStatus(const S &remote_engine, AsyncConnectStatus &status);
     Status GetAsyncConnectStatus(std::map<S, AsyncConnectStatus> &statuses);
     Status GetTransferStatus(const GetTransferStatusArgs &args, std::vector<TransferResult> &results);
     static Status GetCapability(FeatureType feature, int32_t &value);
-#endif
 
   private:
     class Impl;

@@ -66,6 +66,11 @@ KVXSIM_API int kvxsim_free(const void *address, int kind);
 KVXSIM_API uint8_t *kvxsim_map_pinned(int pid, int fd, uint64_t length);
 KVXSIM_API bool kvxsim_device_live_at(int card, uint64_t offset, uint64_t length);
 
+/* -- the toolkit that is imitated --- */
+
+KVXSIM_API int kvxsim_major(void);
+KVXSIM_API int kvxsim_minor(void);
+
 /* -- contexts --------------------------------------------------------------------------------------------------------
  */
 

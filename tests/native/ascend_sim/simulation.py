@@ -25,7 +25,7 @@ class Simulation:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """A whole environment for a child: this process's, without settings that somebody exported, and the simulation's."""
+        """A whole environment for a child: this process's, less exported settings, and the simulation's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_SIM_")}
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept["KVXFER_CANN_LIBDIR"] = str(build(self.variant, self.abi, self.sanitize))
@@ -47,5 +47,5 @@ class Simulation:
         return path.read_text().splitlines() if path.exists() else []
 
     def faults(self, text: str = "") -> list[str]:
-        """What real hardware would have punished; a test that ends without having meant one asserts that this is empty."""
+        """What real hardware would have punished; a test that meant none asserts that this is empty."""
         return [line for line in self.log() if line.startswith("FAULT ") and re.search(text, line)]
