@@ -10,9 +10,11 @@ no such call, so `shm` moves memory that it allocated), and speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -30,7 +32,6 @@ ROOT = HERE.parent.parent.parent
 NATIVE = ROOT / "kvxfer" / "native"
 TESTS = ROOT / "tests" / "native"
 BUILD = TESTS / "build" / "aarch64"
-SIMULATOR = TESTS / "ascend_sim"
 
 TRIPLE = "aarch64-linux-gnu"
 SYSROOT = f"/usr/{TRIPLE}"
@@ -54,7 +55,9 @@ EXPECTED_CODE = ("ldnp", "stnp", "crc32cx", "crc32cb")
 ROUNDS = {"roundtrip": 1, "storm": 800, "close": 4, "kill": 2, "hostile": 2}
 WITHOUT_FOREIGN_MEMORY = ("shm",)
 FUZZ_SECONDS = 1
-STEP_LIMIT_S = 120
+# Simulated toolkits: (variant, string ABI of the libraries, how our loader judges it).
+TOOLKITS = (("9.1", 0, "9.1+"), ("8.5", 1, "8.5"))
+STEP_LIMIT_S = 300
 
 
 class Failed(Exception):
@@ -200,11 +203,46 @@ def scenario(driver: Path, name: str, transport: str) -> str:
         return call(command, **({"HARNESS_ALLOCATES": "1"} if transport in WITHOUT_FOREIGN_MEMORY else {}))
 
 
+# -- the accelerator's libraries, simulated ----------------------------------------------------------------------------
+
+
+def simulated(variant: str, abi: int) -> Path:
+    """The simulated libraries of one toolkit for this architecture."""
+    command = [sys.executable, "-m", "tests.native.ascend_sim.build", "--variant", variant, "--abi", str(abi)]
+    return Path(call(command, CXX=CXX).strip().splitlines()[-1])
+
+
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody has now."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(server.getsockname()[1]) for server in servers]
+
+
+def check_ascend(units: list[Unit], variant: str, abi: int, toolkit: str) -> str:
+    """Our loader and table over the simulated libraries: names and layouts are right on this architecture too."""
+    unit = Unit(HERE / "ascend_check.c", ("-std=gnu11", *OPTIMISED, *WARNINGS, *STRICT, f"-I{NATIVE}"))
+    compile_all([unit])
+    engine = [one.object for one in units if one.source.parent == NATIVE and one.source.name != "_shim.c"]
+    made = link("ascend_check", [unit.object, *engine], plus=True)
+    with tempfile.TemporaryDirectory(prefix="kvx") as directory:
+        environment = {"KVXFER_CANN_LIBDIR": str(simulated(variant, abi)), "KVXFER_SIM_DIR": directory}
+        return call(emulated(made, toolkit, *free_ports(2)), **environment)
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
 def steps(driver: Path, units: list[Unit]) -> Iterator[tuple[str, Callable[[], str]]]:
     """(name, what to do) of everything that runs."""
     yield "instructions", lambda: check_code(units)
     yield "kernels", check_kernels
     yield "fuzz stream", lambda: fuzz("fuzz_stream")
+    for variant, abi, toolkit in TOOLKITS:
+        yield (
+            f"CANN {variant} (simulated, C++ ABI {abi})",
+            lambda variant=variant, abi=abi, toolkit=toolkit: check_ascend(units, variant, abi, toolkit),
+        )
     for name, _, apart in sanitize.SCENARIOS:
         for transport in sanitize.TRANSPORTS:
             if "+" in transport or (apart and transport == "loop"):
@@ -223,7 +261,11 @@ def main() -> int:
     begun = time.monotonic()
     failed = 0
     try:
-        units = compile_all([*native_units(), *other_units()])
+        with ThreadPoolExecutor(len(TOOLKITS)) as pool:
+            waiting = [pool.submit(simulated, variant, abi) for variant, abi, _ in TOOLKITS]
+            units = compile_all([*native_units(), *other_units()])
+            for made in waiting:
+                made.result()
         linked = [unit for unit in units if unit.source.name != "_shim.c" and "bench" not in unit.source.parts]
         plus = any(unit.source.suffix == ".cc" for unit in linked)
         driver = link("driver", [unit.object for unit in linked], plus=plus)
