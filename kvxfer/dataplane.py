@@ -143,6 +143,7 @@ class DataPlane:
                 length=grant.length,
                 access=grant.access,
                 key=grant.key,
+                kind="hbm" if region.on_device else "dram",
                 expires_in_s=expires_in_s,
                 endpoints=self._endpoints,
             )

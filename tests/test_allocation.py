@@ -220,6 +220,7 @@ async def test_memory_of_a_device_for_a_client() -> None:
         host = await client.alloc(3 * MIB, memory="dram", device=1)
         assert (host.kind, host.device) == (MemoryKind.PINNED, 1)
         plain = await client.alloc(3 * MIB)
+        assert (region.descriptor("w").kind, host.descriptor("w").kind) == ("hbm", "dram")
         await client.put(region, host.descriptor("w"))
         await client.get(plain, host.descriptor("r"))
         assert plain.array.tobytes() == host.array.tobytes() == data.tobytes()

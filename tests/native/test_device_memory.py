@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import queue
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -355,6 +357,52 @@ async def test_the_loop_moves_every_kind_to_every_kind() -> None:
         inline = engine.submit_one(OpKind.PUT, ours[0].id, imports[3], 0, 0, 8)
         assert not isinstance(inline, Event), "a driver's copy may block: not on the caller's thread"
         await asyncio.wait_for(inline[1], 10)
+
+
+@simulated(PEER="0")
+async def test_cards_that_do_not_reach_each_other_go_through_the_host() -> None:
+    with opened(chunk_bytes=4 * MIB) as engine:
+        length = 3 * MIB + 5
+        source, target = (engine.alloc(length, kind=HBM, device=device) for device in (0, 1))
+        data = np.random.default_rng(8).integers(0, 256, length, np.uint8).tobytes()
+        engine.write(source.id, 0, data)
+        event = await moved(engine, OpKind.PUT, source.id, await imported(engine, target), length)
+        assert (event.status, event.bytes) == (0, length)
+        assert engine.read(target.id, 0, length) == data
+
+
+@simulated(HBM="64M")
+async def test_many_threads_at_once() -> None:
+    def work(engine: Engine, seed: int, made: queue.SimpleQueue[RegionInfo | None]) -> None:
+        rng = random.Random(seed)
+        for _ in range(60):
+            kind, length = rng.choice((HBM, PINNED)), rng.choice((300, 70 * KIB, 2 * MIB, 3 * MIB))
+            region = engine.alloc(length, kind=kind, device=rng.randrange(2), spill=kind is HBM)
+            mark = rng.randbytes(64)
+            engine.write(region.id, length - 64, mark)
+            assert engine.read(region.id, length - 64, 64) == mark
+            made.put(region)
+        made.put(None)
+
+    with opened(hbm_arena_bytes=4 * MIB) as engine:
+        made: queue.SimpleQueue[RegionInfo | None] = queue.SimpleQueue()
+        working = [asyncio.ensure_future(asyncio.to_thread(work, engine, seed, made)) for seed in range(4)]
+        ended, views = 0, []
+        while ended < len(working):
+            region = await asyncio.to_thread(made.get, timeout=20)
+            if region is None:
+                ended += 1
+                continue
+            if not region.on_device and region.id % 3 == 0:
+                views.append(engine.buffer(region))
+            await released(engine, region)
+            if len(views) > 5:
+                views.pop(0)
+        await asyncio.gather(*working)
+        views.clear()
+        counters = engine.counters()
+        assert (counters.arena_bytes, counters.device_bytes, counters.spilled_bytes, counters.regions) == (0, 0, 0, 0)
+        assert [engine.device(device).registrations for device in range(2)] == [0, 0]
 
 
 @simulated()
