@@ -5,6 +5,7 @@
  * back the one before. In a thread of ours there is none before, and the context stays: then this costs one look. */
 #include "ascend_acl.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,6 +14,8 @@
 #include "status.h"
 
 #define DEVICES_MAX 64
+#define PLACES_MAX  1024
+#define PAGE_BYTES  4096
 
 #define POLICY_HUGE_ONLY      1
 #define MEMORY_DDR            0
@@ -177,6 +180,44 @@ static int process_id(int32_t *pid_p, uint32_t *raw_p) {
 
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
+/* What we allocated: a batch of copies asks about each address, and the driver takes its time to answer. */
+static struct {
+    pthread_rwlock_t lock;
+    uint32_t count;
+    acl_place places[PLACES_MAX];
+} own = {.lock = PTHREAD_RWLOCK_INITIALIZER};
+
+static void remember(const void *memory, size_t length, acl_location location) {
+    uintptr_t begin = (uintptr_t)memory;
+    pthread_rwlock_wrlock(&own.lock);
+    if (own.count < PLACES_MAX) /* more than that is only slower */
+        own.places[own.count++] = (acl_place){begin, begin + length, location};
+    pthread_rwlock_unlock(&own.lock);
+}
+
+/* Before the memory is freed: afterwards it may be somebody else's at once. */
+static void forget(const void *memory) {
+    pthread_rwlock_wrlock(&own.lock);
+    for (uint32_t index = 0; index < own.count; index++)
+        if (own.places[index].begin == (uintptr_t)memory) {
+            own.places[index] = own.places[--own.count];
+            break;
+        }
+    pthread_rwlock_unlock(&own.lock);
+}
+
+static bool recall(uintptr_t address, acl_place *place_p) {
+    bool found = false;
+    pthread_rwlock_rdlock(&own.lock);
+    for (uint32_t index = 0; index < own.count && !found; index++)
+        if (address >= own.places[index].begin && address < own.places[index].end) {
+            *place_p = own.places[index];
+            found = true;
+        }
+    pthread_rwlock_unlock(&own.lock);
+    return found;
+}
+
 static int mem_alloc(int32_t device, kvx_ascend_where where, uint64_t length, void **memory_p, uint32_t *raw_p) {
     if (where != KVX_ASCEND_DEVICE && where != KVX_ASCEND_HOST)
         return refuse(KVX_E_INVALID, raw_p);
@@ -198,8 +239,12 @@ static int mem_alloc(int32_t device, kvx_ascend_where where, uint64_t length, vo
         status = KVX_E_ALIGN;
     }
     kvx_ascend_leave(before);
-    if (status == KVX_OK)
+    if (status == KVX_OK) {
+        bool there = where == KVX_ASCEND_DEVICE;
+        acl_location location = {there ? (uint32_t)device : 0, there ? AT_DEVICE : AT_HOST};
+        remember(memory, there ? rounded : (size_t)length, location);
         *memory_p = memory;
+    }
     return status == KVX_E_DEVICE_MEMORY && where == KVX_ASCEND_HOST ? KVX_E_NOMEM : status;
 }
 
@@ -210,12 +255,27 @@ static int mem_free(int32_t device, kvx_ascend_where where, void *memory, uint32
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
         return status;
+    forget(memory);
     int raw = where == KVX_ASCEND_DEVICE ? ACL.aclrtFree(memory) : ACL.aclrtFreeHost(memory);
     kvx_ascend_leave(before);
     return kvx_ascend_acl_status(raw, raw_p);
 }
 
-int kvx_ascend_locate(const void *memory, acl_location *location_p, uint32_t *raw_p) {
+/* The allocation that `memory` lies in, by the library; false when it cannot tell. */
+static bool find_range(const void *memory, uintptr_t *begin_p, uintptr_t *end_p) {
+    void *base = NULL;
+    size_t length = 0;
+    if (!ACL.aclrtMemGetAddressRange || ACL.aclrtMemGetAddressRange((void *)(uintptr_t)memory, &base, &length) != 0 ||
+        !base || !length)
+        return false;
+    *begin_p = (uintptr_t)base;
+    *end_p = (uintptr_t)base + length;
+    return true;
+}
+
+int kvx_ascend_locate(const void *memory, acl_place *place_p, uint32_t *raw_p) {
+    if (recall((uintptr_t)memory, place_p))
+        return refuse(KVX_OK, raw_p);
     if (!ACL.aclrtPointerGetAttributes)
         return refuse(KVX_E_UNSUPPORTED, raw_p);
     acl_attributes attributes;
@@ -227,19 +287,13 @@ int kvx_ascend_locate(const void *memory, acl_location *location_p, uint32_t *ra
         attributes.location.type = AT_UNREGISTERED;
     }
     int status = kvx_ascend_acl_status(raw, raw_p);
-    if (status == KVX_OK)
-        *location_p = attributes.location;
-    return status;
-}
-
-/* The allocation that `memory` lies in, by the library; zeros when it cannot tell. */
-static void find_range(const void *memory, uint64_t *base_p, uint64_t *length_p) {
-    void *base = NULL;
-    size_t length = 0;
-    bool told =
-        ACL.aclrtMemGetAddressRange && ACL.aclrtMemGetAddressRange((void *)(uintptr_t)memory, &base, &length) == 0;
-    *base_p = told ? (uint64_t)(uintptr_t)base : 0;
-    *length_p = told ? length : 0;
+    if (status != KVX_OK)
+        return status;
+    uintptr_t page = (uintptr_t)memory & ~(uintptr_t)(PAGE_BYTES - 1); /* the least that has one owner */
+    *place_p = (acl_place){page, page + PAGE_BYTES, attributes.location};
+    if (attributes.location.type != AT_UNREGISTERED)
+        find_range(memory, &place_p->begin, &place_p->end);
+    return KVX_OK;
 }
 
 static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *device_p, uint64_t *base_p,
@@ -250,16 +304,21 @@ static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *dev
         if (entered != KVX_OK)
             return entered;
     }
-    acl_location location = {0, AT_UNREGISTERED};
-    int status = kvx_ascend_locate(memory, &location, raw_p);
+    acl_place place = {0};
+    int status = kvx_ascend_locate(memory, &place, raw_p);
     if (status != KVX_OK)
         return status;
+    acl_location location = place.location;
+    uintptr_t begin = 0, end = 0;
     bool device = location.type == AT_DEVICE || location.type == AT_MANAGED;
     *where_p = device ? KVX_ASCEND_DEVICE : location.type == AT_UNREGISTERED ? KVX_ASCEND_FOREIGN : KVX_ASCEND_HOST;
     *device_p = device ? (int32_t)location.id : -1;
-    *base_p = *length_p = 0;
-    if (*where_p != KVX_ASCEND_FOREIGN)
-        find_range(memory, base_p, length_p);
+    if (*where_p != KVX_ASCEND_FOREIGN && !find_range(memory, &begin, &end) && place.end - place.begin != PAGE_BYTES) {
+        begin = place.begin; /* ours */
+        end = place.end;
+    }
+    *base_p = begin;
+    *length_p = end - begin;
     return KVX_OK;
 }
 

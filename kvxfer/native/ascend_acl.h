@@ -81,8 +81,14 @@ extern acl_functions kvx_ascend_acl;
 
 /* kvx_ascend_status for ACL: what is not known is the device's fault, as there is no link. Stores raw. */
 int kvx_ascend_acl_status(int raw, uint32_t *raw_p);
-/* Where memory is; foreign memory counts as the host's. KVX_E_UNSUPPORTED: the library cannot tell. */
-int kvx_ascend_locate(const void *memory, acl_location *location_p, uint32_t *raw_p);
+/* Where memory is, and from where to where that holds. */
+typedef struct acl_place {
+    uintptr_t begin, end;
+    acl_location location;
+} acl_place;
+
+/* Find it: what we allocated ourselves is known, otherwise the library is asked. KVX_E_UNSUPPORTED: it cannot tell. */
+int kvx_ascend_locate(const void *memory, acl_place *place_p, uint32_t *raw_p);
 /* The half of the table that ascend_copy.c fills. */
 void kvx_ascend_copy_bind(kvx_ascend_api *api);
 

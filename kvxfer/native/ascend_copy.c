@@ -1,7 +1,7 @@
 /* ascend_copy.c: copies in any direction, one by one or in batches on a stream, over ACL.
  *
- * The direction of a copy is found from the two addresses. Asking costs a call into the driver, so the last answer of
- * each side is kept for the page it was about: neighbours in a batch mostly share it.
+ * The direction of a copy is found from the two addresses. Asking may cost a call into the driver, so the last answer
+ * of each side is kept for the allocation or page that it was about: neighbours in a batch mostly share it.
  *
  * A stream of ours is a box round the vendor's, so that an abort can replace what is inside. */
 #include "ascend_acl.h"
@@ -14,7 +14,6 @@
 #include "status.h"
 
 #define ACL              kvx_ascend_acl
-#define PAGE_BITS        12
 #define RUNS_MAX         64 /* changes of direction within one batch call */
 #define STREAM_NOT_READY 1
 #define SYNCHRONIZE_MS   10000
@@ -30,33 +29,28 @@ typedef struct stream {
     size_t begins[RUNS_MAX];
 } stream;
 
-typedef struct side { /* where one side of the last copy was */
-    uintptr_t page;
-    bool known;
-    acl_location location;
-} side;
-
 static _Atomic uint32_t batch_refused; /* bit per direction: this chip's batch call does not take it */
 
 static bool on_device(acl_location location) {
     return location.type == AT_DEVICE || location.type == AT_MANAGED;
 }
 
-static int locate(side *memo, const void *memory, uint32_t *raw_p) {
-    uintptr_t page = (uintptr_t)memory >> PAGE_BITS;
-    if (memo->known && memo->page == page)
+/* `memo` has the place of this side of the last copy. */
+static int locate(acl_place *memo, const void *memory, uint32_t *raw_p) {
+    uintptr_t address = (uintptr_t)memory;
+    if (address >= memo->begin && address < memo->end)
         return KVX_OK;
-    acl_location location = {0, AT_UNREGISTERED};
-    int status = kvx_ascend_locate(memory, &location, raw_p);
+    acl_place fresh = {0};
+    int status = kvx_ascend_locate(memory, &fresh, raw_p);
     if (status != KVX_OK)
         return status;
-    if (location.type != AT_HOST && !on_device(location)) /* the kinds of host memory make no difference here */
-        location = (acl_location){0, AT_HOST};
-    *memo = (side){page, true, location};
+    if (!on_device(fresh.location)) /* the kinds of host memory make no difference here */
+        fresh.location = (acl_location){0, AT_HOST};
+    *memo = fresh;
     return KVX_OK;
 }
 
-static int direction_of(side *target, side *source, const kvx_ascend_copy *copy, int32_t *direction_p,
+static int direction_of(acl_place *target, acl_place *source, const kvx_ascend_copy *copy, int32_t *direction_p,
                         uint32_t *raw_p) {
     if (!copy->target || !copy->source)
         return KVX_E_INVALID;
@@ -86,7 +80,7 @@ static int copy_one(int32_t device, void *target, const void *source, uint64_t l
     if (status != KVX_OK)
         return status;
     kvx_ascend_copy copy = {target, source, length};
-    side left = {0}, right = {0};
+    acl_place left = {0}, right = {0};
     int32_t direction = COPY_DEFAULT;
     status = direction_of(&left, &right, &copy, &direction, raw_p);
     if (status == KVX_OK && direction == HOST_TO_HOST)
@@ -255,7 +249,7 @@ static int queue_slice(stream *box, const int32_t *directions, size_t count, siz
 /* Prepare as many copies as fit one call; returns how many were looked at. */
 static uint32_t fill_slice(stream *box, const kvx_ascend_copy *copies, uint32_t count, int32_t directions[RUNS_MAX],
                            size_t *filled_p, size_t *runs_p, int *status_p, uint32_t *raw_p) {
-    side target = {0}, source = {0};
+    acl_place target = {0}, source = {0};
     size_t filled = 0, runs = 0;
     uint32_t index = 0;
     for (; index < count && filled < KVX_ASCEND_COPIES_MAX; index++) {

@@ -194,8 +194,13 @@ def memory() -> None:
     assert ascend.device_info(0).hbm_free_bytes == whole.hbm_free_bytes - 4 * MIB
     pinned = table.mem_alloc(1, HOST, 10000)
     plain = ffi.new("char[]", 10000)
-    base = (number(hbm), 4 * MIB) if newest else (0, 0)
-    assert table.query(at(hbm, 5000)) == (DEVICE, 0, *base)
+    assert table.query(at(hbm, 5000)) == (DEVICE, 0, number(hbm), 4 * MIB)
+    vendor = ctypes.CDLL(ffi.string(table.table.facts.acl_path).decode())
+    theirs = ctypes.c_void_p()
+    assert vendor.aclrtMalloc(ctypes.byref(theirs), ctypes.c_size_t(2 * MIB), 1) == 0
+    base = (theirs.value, 2 * MIB) if newest else (0, 0)
+    assert table.query(ffi.cast("void *", theirs.value + 4096)) == (DEVICE, 0, *base), "a framework's"
+    assert vendor.aclrtFree(theirs) == 0
     assert table.query(pinned)[:2] == (HOST, -1)
     assert table.query(plain) == (FOREIGN, -1, 0, 0)
     data = pattern(3 * MIB)[: 3 * MIB]
