@@ -17,7 +17,7 @@ from tests.native.ascend_sim.build import build
 
 TOOLKITS = {"8.5": "8.5", "9.0": "9.0", "9.1": "9.1+"}
 # Every toolkit with the string ABI that it is likely to have, and the newest with the other one too.
-BUILDS = (("8.5", 0), ("9.1", 0), ("9.1", 1))
+BUILDS = (("8.5", 0), ("9.0", 0), ("9.1", 0), ("9.1", 1))
 EVERYWHERE = ("facts", "memory", "engines", "options")
 ONCE = ("contexts", "streams", "ipc", "faults")
 

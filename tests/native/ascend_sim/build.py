@@ -34,6 +34,8 @@ class NoCompilerError(RuntimeError):
     """There is no C++ compiler here."""
 
 
+# What came with 9.0 and tells it from 8.5: the C interface, of which one name is enough.
+HIXL_9_0 = ("HixlCSServerCreate",)
 # What only 9.1 and later have; the linker hides it for the others.
 ACL_NEW = ("aclrtMemGetAddressRange",)
 HIXL_NEW = (
@@ -80,7 +82,7 @@ LIBRARIES = (
     Library(
         name="libcann_hixl.so",
         sources=("hixl.cc", "engine.cc", "server.cc", "transfer.cc", "wire.cc"),
-        exports=("_ZN4hixl4HixlC1Ev", "_ZN4hixl4HixlD1Ev", "_ZN4hixl4Hixl[0-9]*"),
+        exports=("_ZN4hixl4HixlC1Ev", "_ZN4hixl4HixlD1Ev", "_ZN4hixl4Hixl[0-9]*", *HIXL_9_0),
         newer=HIXL_NEW,
         needs=("libacl_rt.so", "libmetadef.so", "libhcomm.so", "liberror_manager.so"),
     ),
@@ -129,9 +131,10 @@ def compile_objects(directory: Path, options: list[str]) -> None:
 def link_libraries(directory: Path, objects: Path, variant: str, options: list[str]) -> None:
     major, minor = variant.split(".")
     for library in LIBRARIES:
+        exports = [name for name in library.exports if variant != "8.5" or name not in HIXL_9_0]
         hidden = (*(library.newer if variant != "9.1" else ()), "*")
         script = directory / f"{library.name}.map"
-        script.write_text(f"{{ global: {'; '.join(library.exports)}; local: {'; '.join(hidden)}; }};\n")
+        script.write_text(f"{{ global: {'; '.join(exports)}; local: {'; '.join(hidden)}; }};\n")
         command = [compiler()[0], *options, "-shared", str(objects / library.object)]
         if library.name == "libacl_rt.so":
             command += [f"-DKVXSIM_VERSION_MAJOR={major}", f"-DKVXSIM_VERSION_MINOR={minor}", str(HERE / "version.cc")]
