@@ -97,6 +97,10 @@ test-asyncio test-debug test-uvloop: build $(VENV)/.dev
 	@echo "== tests, loop mode $(@:test-%=%)"
 	@KVXFER_TEST_LOOP=$(@:test-%=%) $(PYTEST) -q --durations=8 $(ARGS)
 
+SEEDS ?= 1000
+sim: build ## play SEEDS new seeds of simulated clusters, and all that ever failed (ARGS="--help" lists the options)
+	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --jobs $$(nproc) --file tests/sim/seeds.txt $(ARGS)
+
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py
 
