@@ -217,7 +217,8 @@ def test_unknown_keys(tmp_path: Path) -> None:
 
 
 def test_unknown_environment_variables_warn() -> None:
-    loaded = load(env={"KVXFER_TRANSPORT": "tcp", "KVXFER_TEST_SLACK": "3", "OTHER": "x", "KVXFER_QQQQQQ": "1"})
+    ours = {"KVXFER_TEST_SLACK": "3", "KVXFER_SIM_HBM": "1G", "KVXFER_CANN_LIBDIR": "/x", "OTHER": "x"}
+    loaded = load(env={"KVXFER_TRANSPORT": "tcp", "KVXFER_QQQQQQ": "1", **ours})
     assert loaded.warnings == (
         "unknown environment variable KVXFER_QQQQQQ",
         "unknown environment variable KVXFER_TRANSPORT, did you mean KVXFER_TRANSPORTS?",
