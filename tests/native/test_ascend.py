@@ -314,6 +314,7 @@ assert text() == ""
 assert table.disconnect(engine[0], b"127.0.0.1:8", 1000, ffi.NULL) == 207
 assert text() == "an exception came out of the HIXL library: of an unknown type"
 assert table.engine_close(engine[0], raw) == 207
+assert "too late" in text()
 print("well")
 """
     )
@@ -382,6 +383,8 @@ assert table.submit(last, b"127.0.0.1:5", True, ffi.NULL, 0, handle, raw) == 2
 value = ffi.new("int32_t *")
 assert table.capability(1, value, raw) == 304
 assert table.engine_close(last, raw) == 0
+assert table.engine_close(last, raw) == 13, "twice"
+assert table.connect(last, b"127.0.0.1:5", 1000, raw) == 13, "too late"
 assert table.engine_close(ffi.NULL, raw) == 2
 print("well")
 """
