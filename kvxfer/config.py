@@ -194,6 +194,13 @@ class Config:
     peers_max: int = _int(1024, 1, 65536, "Engines that one engine is connected to.")
     accepted_max: int = _int(1024, 1, 65536, "Engines that are connected to one engine.")
     segments_max: int = _int(65536, 1, 1 << 20, "Segments of one operation.")
+    ping_device: str = _text(
+        "",
+        "Accelerator where the daemon keeps a block for `kvxfer ping` (in an arena of its own); empty: none.",
+        empty=True,
+        pattern=r"[0-9]{1,3}",
+        expects="the number of an accelerator",
+    )
     integrity: bool = _option("bool", False, "Checksum every transfer end to end.")
     # -- admission --
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")

@@ -37,6 +37,7 @@ FINE = {
         for name in (
             *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
             "numa_node",
+            "ping_device",
         )
     ),
     ("tcp_congestion", "abc"),
