@@ -202,7 +202,83 @@ CRC_TARGET static uint32_t crc_hardware(uint32_t crc, const uint8_t *p, uint64_t
 }
 #endif
 
+#if defined(__x86_64__)
+#define FOLD   UINT64_C(256) /* bytes in the four accumulators */
+#define VECTOR __attribute__((target("avx512f,avx512bw,avx512vl,vpclmulqdq,pclmul,sse4.2")))
+
+static uint64_t fold_low, fold_high; /* what being FOLD bytes further ahead does to either half of 16 bytes */
+
+/* x^n modulo the polynomial, reflected and in the place where a carry-less product wants it (Gopal et al., "Fast CRC
+ * Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). */
+static uint64_t power_of_x(uint32_t n) {
+    uint32_t value = UINT32_C(1) << 31;
+    for (; n != 0; n--) {
+        value = (value >> 1) ^ ((value & 1) ? UINT32_C(0x82f63b78) : 0);
+    }
+    return (uint64_t)value << 1;
+}
+
+VECTOR static inline __m512i folded(__m512i sum, __m512i by, __m512i next) {
+    __m512i low = _mm512_clmulepi64_epi128(sum, by, 0x00), high = _mm512_clmulepi64_epi128(sum, by, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the exclusive or of the three */
+}
+
+/* The checksum of `from`, which is also copied to `to` on the way if that is not NULL. What the accumulators hold at
+ * the end has the same checksum as all that went into them: the plain instruction does the rest. */
+VECTOR static inline uint32_t crc_folding(uint32_t crc, uint8_t *to, const uint8_t *from, uint64_t length) {
+    __m512i by = _mm512_broadcast_i32x4(_mm_set_epi64x((int64_t)fold_high, (int64_t)fold_low)), sum[4];
+    uint64_t at = 0;
+    uint8_t rest[FOLD];
+    for (uint32_t i = 0; i < 4; i++) {
+        sum[i] = i == 0 ? _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)) : _mm512_setzero_si512();
+    }
+    for (; length - at >= FOLD; at += FOLD) {
+        for (uint64_t i = 0; i < 4; i++) {
+            __m512i next = _mm512_loadu_si512(from + at + i * LINE);
+            if (to != NULL) {
+                _mm512_storeu_si512(to + at + i * LINE, next);
+            }
+            sum[i] = at == 0 ? _mm512_xor_si512(sum[i], next) : folded(sum[i], by, next);
+        }
+    }
+    if (at != 0) {
+        for (uint64_t i = 0; i < 4; i++) {
+            _mm512_storeu_si512(rest + i * LINE, sum[i]);
+        }
+        crc = crc_hardware(0, rest, FOLD);
+    }
+    if (to != NULL) {
+        memcpy(to + at, from + at, length - at);
+    }
+    return crc_hardware(crc, from + at, length - at);
+}
+
+VECTOR static uint32_t crc_vector(uint32_t crc, const uint8_t *p, uint64_t length) {
+    return crc_folding(crc, NULL, p, length);
+}
+
+VECTOR static uint32_t copy_crc_vector(uint32_t crc, uint8_t *to, const uint8_t *from, uint64_t length) {
+    return crc_folding(crc, to, from, length);
+}
+#endif
+
 static uint32_t (*crc_update)(uint32_t, const uint8_t *, uint64_t) = crc_software;
+
+static uint32_t copy_crc_plain(uint32_t crc, uint8_t *to, const uint8_t *from, uint64_t length) {
+    crc = crc_update(crc, from, length);
+    memcpy(to, from, length);
+    return crc;
+}
+
+static uint32_t (*copy_crc)(uint32_t, uint8_t *, const uint8_t *, uint64_t) = copy_crc_plain;
+
+#if defined(__x86_64__)
+static bool vector_crc_fits(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq") &&
+           __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.2");
+}
+#endif
 
 __attribute__((constructor)) static void choose(void) {
     for (uint32_t i = 0; i < 256; i++) {
@@ -226,6 +302,12 @@ __attribute__((constructor)) static void choose(void) {
     }
     if (__builtin_cpu_supports("sse4.2")) {
         crc_update = crc_hardware;
+    }
+    if (vector_crc_fits()) {
+        fold_low = power_of_x(8 * FOLD + 32);
+        fold_high = power_of_x(8 * FOLD - 32);
+        crc_update = crc_vector;
+        copy_crc = copy_crc_vector;
     }
 #elif defined(__aarch64__)
     if (getauxval(AT_HWCAP) & HWCAP_CRC32_BIT) {
@@ -326,4 +408,8 @@ void kvx_copy(void *target, const void *source, uint64_t length, uint64_t nt_byt
 
 uint32_t kvx_crc32c(uint32_t seed, const void *data, uint64_t length) {
     return ~crc_update(~seed, data, length);
+}
+
+uint32_t kvx_copy_crc32c(uint32_t seed, void *target, const void *source, uint64_t length) {
+    return ~copy_crc(~seed, target, source, length);
 }

@@ -54,8 +54,7 @@ typedef struct shm_run {
 static bool checked_copy(uint8_t *target, const uint8_t *source, uint64_t length, bool corrupt) {
     while (length != 0) {
         uint64_t step = length < CHECK_BYTES ? length : CHECK_BYTES;
-        uint32_t before = kvx_crc32c(0, source, step);
-        memcpy(target, source, step);
+        uint32_t before = kvx_copy_crc32c(0, target, source, step);
         if (corrupt) {
             target[0] ^= 1;
             corrupt = false;

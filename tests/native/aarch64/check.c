@@ -164,10 +164,17 @@ static void crc_once(uint32_t seed, const uint8_t *bytes, uint64_t length) {
         CHECK(~crc_hardware(~seed, bytes, length) == expected);
     }
 #endif
+    uint64_t shift = dice(64);
+    memset(target_room, 0xee, GUARD + shift + length + GUARD);
+    CHECK(kvx_copy_crc32c(seed, target_room + GUARD + shift, bytes, length) == expected);
+    CHECK(memcmp(target_room + GUARD + shift, bytes, length) == 0);
+    CHECK(all(target_room, GUARD + shift, 0xee) && all(target_room + GUARD + shift + length, GUARD, 0xee));
+    CHECK(~copy_crc_plain(~seed, target_room + GUARD, bytes, length) == expected);
 }
 
 static void check_checksums(void) {
-    static const uint64_t lengths[] = {0, 1, 7, 8, 9, 1023, 1024, 3071, 3072, 3073, 6144, 10007};
+    static const uint64_t lengths[] = {0,   1,   7,   8,    9,    255,  256,  257,  511,  512,  513,
+                                       767, 768, 769, 1023, 1024, 3071, 3072, 3073, 6144, 10007};
     uint8_t zeros[32] = {0}, ones[32];
     memset(ones, 0xff, sizeof(ones));
     CHECK(kvx_crc32c(0, "123456789", 9) == 0xe3069283u); /* the catalogue's check value, then RFC 3720, B.4 */
@@ -254,7 +261,7 @@ static void check_frames(void) {
 int main(int argc, char **argv) {
     bool chosen = false;
 #if defined(CRC_TARGET)
-    chosen = crc_update == crc_hardware;
+    chosen = crc_update != crc_software;
 #endif
     if (argc > 1 && strcmp(argv[1], "need-kernels") == 0) {
         CHECK(chosen);
