@@ -60,7 +60,12 @@ class Side:
     """An engine and what it said without being asked."""
 
     def __init__(
-        self, directory: Path, transports: tuple[str, ...], kind: MemoryKind, device: int | None, **changes: Any
+        self,
+        directory: Path,
+        transports: tuple[str, ...],
+        kind: MemoryKind = MemoryKind.DRAM,
+        device: int | None = None,
+        **changes: Any,
     ) -> None:
         self.kind, self.device = kind, device
         values: dict[str, Any] = {
