@@ -42,7 +42,10 @@ LOCAL = "loop"  # reaches only the daemon's own process, so it is never a way fr
 TRANSPORTS = tuple(name for name in KNOWN if name != LOCAL)
 
 # What belongs to a daemon's place on the network; the embedded one is on loopback and takes any port.
-_PLACE = ("listen", "advertise", "http", "http_allow_remote", "socket_dir", "data_bind", "data_port", "data_advertise")
+_PLACE = (
+    *("listen", "advertise", "http", "http_allow_remote", "socket_dir", "data_bind", "data_port", "data_advertise"),
+    *("hixl_port", "hixl_engine_port", "ping_device"),
+)
 
 EPILOG = """exit status: 0 the node answers and its memory can be reached (with --transport: by each one named);
 1 it does not answer, or its memory cannot be reached; 2 the command line or the configuration is wrong.
