@@ -17,12 +17,12 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NEWS := { grep -v '^Requirement already satisfied' || true; }
 PYTEST := $(PY) -m pytest
-NATIVE_FORMATTED = $(filter-out kvxfer/native/_shim.c,$(wildcard kvxfer/native/*.[ch] kvxfer/native/*.cc kvxfer/bench/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch] benchmarks/*/*.[ch]))
+NATIVE_FORMATTED = $(filter-out kvxfer/native/_shim.c,$(wildcard kvxfer/native/*.[ch] kvxfer/native/*.cc kvxfer/bench/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch] tests/native/*/*.cc benchmarks/*/*.[ch]))
 PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo check check-static test test-debug test-asyncio test-uvloop sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -63,6 +63,11 @@ $(VENV)/.installed: pyproject.toml setup.py $(VENV)/.runtime
 
 demo: build ## prefill in one process, decode in another, compare every token (ARGS="--help" lists the options)
 	@$(PY) examples/demo.py $(ARGS)
+
+# Simulated accelerators, of a directory of their own that is gone afterwards. No figure of it is a figure of hardware.
+demo-ascend-sim: build ## the same between two simulated Ascend cards (needs g++; nothing it prints is about hardware)
+	@libraries=$$($(PY) -m tests.native.ascend_sim.build) && place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT
+	@KVXFER_CANN_LIBDIR=$$libraries KVXFER_SIM_DIR=$$place $(PY) examples/demo.py --memory hbm --transports hixl $(ARGS)
 
 bench: build $(VENV)/.dev ## measure (ARGS are passed on)
 	@$(PY) -m benchmarks $(ARGS)

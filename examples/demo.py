@@ -35,6 +35,7 @@ from kvxfer.testing.worker import Remote, WorkerFailed  # noqa: E402
 # Two BLAS threads on two cores wait for each other in busy loops, and a sum must not depend on how many there are.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TABLE_SEEDS = {"prefill": 11, "decode": 22}  # which blocks of its pool hold the request, on each side
+CARDS = {"prefill": 0, "decode": 1}  # with --memory hbm; where there is only one card both use it
 STDERR_LINES = 20
 PLACE_CHARS_MAX = 48  # of the temporary directory: the path of a Unix socket must be short
 
@@ -47,7 +48,7 @@ class Way:
     target: str
     timed: str
     arguments: dict[str, Any]
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = ("hixl", "shm", "tcp")
     together: bool = True  # both sides at once, or the decode worker only when the push is over
 
 
@@ -69,6 +70,7 @@ class Row:
     ms: float
     copies: float
     tokens: list[int]
+    memory: str  # of the caches
 
 
 class Progress:
@@ -102,9 +104,9 @@ class Workers:
 # -- one transfer -----------------------------------------------------------------------------------------
 
 
-async def run_way(name: str, transport: str, workers: Workers, to: list[str], args: argparse.Namespace) -> Row:
+async def run_way(name: str, transport: str, workers: Workers, opened: dict[str, Any], args: argparse.Namespace) -> Row:
     """A real request whose tokens are kept, then the same transfer a few times without computing."""
-    way = WAYS[name]
+    way, to = WAYS[name], opened["addresses"]
     request = f"{name}-{transport}"
     _, decoded = await transfer(way, request, workers, to, compute=True, damage=args.damage)
     timed, copied, moved = [], 0, 0
@@ -114,7 +116,7 @@ async def run_way(name: str, transport: str, workers: Workers, to: list[str], ar
         copied += target["copied"] + (source["copied"] if way.together else 0)
         moved += source["moved"] + target["moved"]
     ms, copies = statistics.median(timed), copied / max(moved, 1)
-    return Row(transport, name, moved // args.repeat, ms, copies, decoded["tokens"])
+    return Row(transport, name, moved // args.repeat, ms, copies, decoded["tokens"], opened["memory"])
 
 
 async def transfer(
@@ -185,6 +187,7 @@ def worker(role: str, socket: str, args: argparse.Namespace) -> Any:
         "steps": args.tokens,
         "table_seed": TABLE_SEEDS[role],
         "timeout": args.timeout,
+        "card": CARDS[role] if args.memory == "hbm" else None,
     }
     environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return python_process([str(HERE / "demo_worker.py"), json.dumps(settings)], name=role, environment=environment)
@@ -211,11 +214,11 @@ async def demonstrate(args: argparse.Namespace, progress: Progress) -> list[Row]
         for transport in args.transports:
             progress.step(f"{transport}: opening clients")
             await workers.prefill.do("open", transport=transport)
-            to = (await workers.decode.do("open", transport=transport))["addresses"]
+            opened = await workers.decode.do("open", transport=transport)
             for name in args.ways:
                 if transport in WAYS[name].transports:
                     progress.step(f"{transport}: {name}, decode {args.tokens} tokens, then the transfer alone")
-                    rows.append(await run_way(name, transport, workers, to, args))
+                    rows.append(await run_way(name, transport, workers, opened, args))
             await workers.prefill.do("close")
             await workers.decode.do("close")
     return rows
@@ -250,6 +253,10 @@ def report(rows: list[Row], expected: list[int], args: argparse.Namespace) -> in
         print(f"{row.transport:<10} {row.way:<6} {numbers}  {compare(expected, row.tokens)}")
     print(f"\nms: median of {args.repeat} transfers of the whole cache with rendezvous and commit, without computing")
     print("copies/byte: by the CPU, counted by the engines of both workers (tcp: one into the kernel, one out of it)")
+    for memory in sorted({row.memory for row in rows if row.memory != "host memory"}):
+        print(f"memory of both caches: {memory}")
+        if "(simulated)" in memory:
+            print("no figure of a simulator is a hardware figure")
     if any(row.way == "adopt" for row in rows):
         print("adopt: the cache was pushed into daemon B before; its worker maps it and decodes from it in place")
     wrong = sum(row.tokens != expected for row in rows)
@@ -277,7 +284,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", type=Path, default=HERE.parent / "README.md", help="text file (default: kvxfer's README)")
     add("--tokens", type=number(1, 512), default=48, metavar="N", help="tokens to decode (default 48)")
-    add("--transports", type=choices("shm", "tcp"), default="shm,tcp", metavar="A,B", help="default shm,tcp")
+    add("--transports", type=choices("hixl", "shm", "tcp"), default="shm,tcp", metavar="A,B", help="default shm,tcp")
+    add("--memory", choices=("dram", "hbm"), default="dram", help="hbm: both caches on Ascend cards (default dram)")
     add("--ways", type=choices(*WAYS), default=",".join(WAYS), metavar="A,B", help=f"default {','.join(WAYS)}")
     add("--repeat", type=number(1, 1000), default=5, metavar="N", help="timed transfers per line (default 5)")
     add("--timeout", type=number(1, 3600), default=20, metavar="SECONDS", help="for each step (default 20)")
@@ -311,7 +319,8 @@ def run(args: argparse.Namespace) -> int:
     """The whole demonstration; returns the exit status."""
     os.environ.update(ONE_THREAD)
     for name in [name for name in os.environ if name.startswith("KVXFER_")]:
-        del os.environ[name]  # what is configured on this host is for other daemons
+        if not name.startswith(("KVXFER_CANN_", "KVXFER_SIM_")):
+            del os.environ[name]  # what is configured on this host is for other daemons
     args.prompt = args.prompt.resolve()
     try:
         prompt = args.prompt.read_bytes()

@@ -20,6 +20,7 @@ from tiny_model import Floats, PagedCache, TinyModel, tokenize
 
 import kvxfer
 from kvxfer.config import load
+from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.testing.worker import serve
 
 CHANNEL = "demo"
@@ -31,8 +32,9 @@ SPARE_BLOCKS = 8  # they belong to nobody, as in a real pool
 class Worker:
     """A model, a paged cache, and a client of this node's daemon."""
 
-    def __init__(self, socket: str, prompt: str, steps: int, table_seed: int, timeout: float) -> None:
+    def __init__(self, socket: str, prompt: str, steps: int, table_seed: int, timeout: float, card: int | None) -> None:
         self.socket = socket
+        self.card = card  # None: the cache is in host memory
         self.steps = steps
         self.timeout = timeout
         self.model = TinyModel(seed=SEED)
@@ -47,14 +49,23 @@ class Worker:
         """Connect with this transport only, so that the table shows what it says; there is no fallback."""
         config = load(flags={"transports": [transport], "timeout_s": self.timeout}).config
         self.client = await kvxfer.Client(self.socket, config=config).__aenter__()
-        self.region = await self.client.alloc(self.length)
+        where = "host memory"
+        if self.card is None:
+            self.region = await self.client.alloc(self.length)
+            self.host = self.region.array
+        else:
+            found = await asyncio.to_thread(probe)
+            card = self.card % found.devices if isinstance(found, AscendFacts) else 0
+            self.region = await self.client.alloc(self.length, memory="hbm", device=card)
+            self.host = np.zeros(self.length, np.uint8)  # this model computes on the CPU, which cannot touch a card's
+            where = f"hbm of {found}"
         self.cache = kvxfer.KVCache(self.layout, self.region)
-        self.paged = PagedCache(self.layout, self.region.array)
-        return {"addresses": list(self.client.addresses)}
+        self.paged = PagedCache(self.layout, self.host)
+        return {"addresses": list(self.client.addresses), "memory": where}
 
     async def close(self) -> None:
         """Everything of this client ends here."""
-        del self.paged, self.cache, self.region
+        del self.paged, self.cache, self.host, self.region
         await self.client.aclose()
 
     # -- prefill ------------------------------------------------------------------------------------------
@@ -67,6 +78,7 @@ class Worker:
         meter = Meter(self.client)
         async with self.client.push(request, to=to, cache=self.cache, table=self.table, land=land) as push:
             for layer in self.layers(compute):
+                await self.to_card(layer, compute)
                 await push.layer(layer)
                 await asyncio.sleep(0)  # this model computes on the event loop; a real one does not
         measured = meter.read()
@@ -75,7 +87,8 @@ class Worker:
 
     async def publish(self, request: str, to: Sequence[str], compute: bool) -> dict[str, Any]:
         """Compute first, then say where the result lies; the ticket travels as JSON, as through a router."""
-        for _ in self.layers(compute):
+        for layer in self.layers(compute):
+            await self.to_card(layer, compute)
             await asyncio.sleep(0)
         meter = Meter(self.client)
         async with self.client.publish(request, self.cache, self.table) as ticket:
@@ -87,6 +100,17 @@ class Worker:
         if compute:
             return self.model.prefill_layers(self.prompt, self.paged, self.table)
         return range(self.layout.geometry.layers)
+
+    async def to_card(self, layer: int, computed: bool) -> None:
+        """What the model wrote goes to the card, if the cache is there: a model on the card writes it in place."""
+        if self.card is not None and computed:
+            first, end = self.layout.placements[layer].offset, self.layout.layer_end(layer)
+            await self.region.write(first, self.host[first:end])
+
+    async def from_card(self) -> None:
+        """The opposite, before the model reads."""
+        if self.card is not None:
+            self.host[:] = await self.region.read()
 
     async def tell(self, to: Sequence[str], compute: bool, **more: Any) -> None:
         """A small message to the decode worker, with the token that the prefill gave."""
@@ -102,7 +126,9 @@ class Worker:
             async for _layer in landing:
                 pass  # an engine could start on this layer now
         measured = meter.read()
-        return measured | self.decode(self.paged, await self.told(), damage)
+        note = await self.told()
+        await self.from_card()
+        return measured | await self.decode(self.paged, note, damage)
 
     async def pull(self, request: str, damage: bool) -> dict[str, Any]:
         """Take the ticket, and fetch the cache."""
@@ -110,7 +136,8 @@ class Worker:
         meter = Meter(self.client)
         await self.client.pull(note["ticket"], self.cache, self.table)
         measured = meter.read()
-        return measured | self.decode(self.paged, note, damage)
+        await self.from_card()
+        return measured | await self.decode(self.paged, note, damage)
 
     async def adopt(self, request: str, damage: bool) -> dict[str, Any]:
         """Take over what landed in the daemon: mapped, and read in place while decoding."""
@@ -122,21 +149,23 @@ class Worker:
             prompt = PagedCache(landed.layout, memory)
             if damage:
                 flip_signs(prompt, landed.table)
-            return measured | self.decode(AdoptedPrompt(prompt, landed.table, self.paged), note, False)
+            return measured | await self.decode(AdoptedPrompt(prompt, landed.table, self.paged), note, False)
 
     async def told(self) -> dict[str, Any]:
         """What the prefill worker says with `tell`."""
         note: dict[str, Any] = json.loads(await self.client.recv(CHANNEL))
         return note
 
-    def decode(self, cache: PagedCache, note: dict[str, Any], damage: bool) -> dict[str, Any]:
+    async def decode(self, cache: PagedCache, note: dict[str, Any], damage: bool) -> dict[str, Any]:
         """The tokens that follow the first one; none when only the transfer is measured."""
         if note["first"] is None:
             return {"tokens": []}
         if damage:
             flip_signs(cache, self.table)
         tokens = self.model.decode(note["first"], len(self.prompt), cache, self.table, self.steps)
-        self.region.array[:] = 0  # so that nothing of this run can help the next one
+        self.host[:] = 0  # so that nothing of this run can help the next one
+        if self.card is not None:
+            await self.region.write(0, self.host)
         return {"tokens": tokens}
 
 

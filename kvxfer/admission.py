@@ -21,9 +21,11 @@ Verdict = Literal["admitted", "queued"]
 CREDITS_MAX = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Permit:
-    """One operation's place. Compared by identity. `bytes` is what it counts against the windows."""
+    """One operation's place. Compared by identity, never changed (not frozen: that costs a microsecond per transfer).
+    `bytes` is what it counts against the windows.
+    """
 
     peer: Hashable
     bytes: int
@@ -92,7 +94,10 @@ class Admission:
             )
         if state is None:
             state = self._peers[peer] = _Peer()
-        permit = Permit(peer=peer, bytes=size, queued_at=now)
+        permit = Permit(peer, size, now)
+        if not state.waiting and not self._turn and self._has_room(state, size):
+            self._begin(permit, state)  # the usual case: nobody is overtaken
+            return permit, "admitted"
         state.waiting[permit] = None
         started = self._start(peer)
         return permit, "admitted" if permit in started else "queued"
@@ -106,7 +111,7 @@ class Admission:
         state.ops -= 1
         state.bytes -= permit.bytes
         self._bytes -= permit.bytes
-        started = self._start(permit.peer)
+        started = self._start(permit.peer) if state.waiting or self._turn else []
         self._tidy(permit.peer)
         return started
 
@@ -174,14 +179,26 @@ class Admission:
             assert self._bytes + head.bytes > config.inflight_bytes_max, "the head of the turn could start"
         assert all(permit.peer in self._peers for permit in self._running)
 
-    def _fits_window(self, state: _Peer) -> bool:
-        head = next(iter(state.waiting))
+    def _begin(self, permit: Permit, state: _Peer) -> None:
+        state.ops += 1
+        state.bytes += permit.bytes
+        self._bytes += permit.bytes
+        if state.credits is not None:
+            state.credits -= 1
+        self._running.add(permit)
+
+    def _has_room(self, state: _Peer, size: int) -> bool:
+        """In the peer's window and in the limit of all."""
+        return self._fits(state, size) and self._bytes + size <= self._config.inflight_bytes_max
+
+    def _fits(self, state: _Peer, size: int) -> bool:
         config = self._config
         return (
-            state.ops < config.window_ops_max
-            and state.bytes + head.bytes <= config.window_bytes_max
-            and state.credits != 0
+            state.ops < config.window_ops_max and state.bytes + size <= config.window_bytes_max and state.credits != 0
         )
+
+    def _fits_window(self, state: _Peer) -> bool:
+        return self._fits(state, next(iter(state.waiting)).bytes)
 
     def _start(self, peer: Hashable) -> list[Permit]:
         """Something changed for this peer: bring its membership of the turn up to date, then serve the turn."""
@@ -204,12 +221,7 @@ class Admission:
                 break
             self._turn.popleft()
             del state.waiting[head]
-            state.ops += 1
-            state.bytes += head.bytes
-            self._bytes += head.bytes
-            if state.credits is not None:
-                state.credits -= 1
-            self._running.add(head)
+            self._begin(head, state)
             started.append(head)
             if state.waiting and self._fits_window(state):
                 self._turn.append(peer)

@@ -130,17 +130,18 @@ class Allocator:
     # In a thread from here on.
 
     def _alloc(self, wanted: Wish) -> RegionInfo:
+        if wanted.group is None and wanted.device is None:
+            return self._engine.alloc(wanted.length, self._node(wanted, None))
         with self._choosing:
             device = wanted.device if wanted.group is None else self._least_loaded(wanted.group)
-            if device is not None:
-                self._pending_bytes[device] = self._pending_bytes.get(device, 0) + wanted.length
+            assert device is not None
+            self._pending_bytes[device] = self._pending_bytes.get(device, 0) + wanted.length
         try:
             node = self._node(wanted, device)
             return self._engine.alloc(wanted.length, node, kind=wanted.kind, device=device, spill=wanted.spill)
         finally:
-            if device is not None:
-                with self._choosing:
-                    self._pending_bytes[device] -= wanted.length
+            with self._choosing:
+                self._pending_bytes[device] -= wanted.length
 
     def _least_loaded(self, group: tuple[int, ...]) -> int:
         candidates = group or tuple(range(self._engine.device_count()))

@@ -91,7 +91,11 @@ class Client:
         facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
         settings = EngineConfig.from_config(
-            self.config, engine_id, socket_dir=str(directory), counters_path=str(counters), tcp_port=0
+            self.config,
+            engine_id,
+            socket_dir=str(directory),
+            counters_path=str(counters),
+            **dict.fromkeys(("tcp_port", "hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
         )
         engine = None
         try:

@@ -194,6 +194,31 @@ class Config:
     peers_max: int = _int(1024, 1, 65536, "Engines that one engine is connected to.")
     accepted_max: int = _int(1024, 1, 65536, "Engines that are connected to one engine.")
     segments_max: int = _int(65536, 1, 1 << 20, "Segments of one operation.")
+    hixl_port: int = _int(0, 0, 65535, "Port of the daemon's side link of the hixl transport; 0: any.")
+    hixl_engine_port: int = _int(
+        0,
+        0,
+        65535 - 64,
+        "Port of HIXL itself in the daemon, for its first accelerator, the others follow; 0: any. It has no login.",
+    )
+    hixl_options: str = _text(
+        "",
+        "For HIXL itself, the same on all nodes: KEY=VALUE;KEY=VALUE. Empty: its defaults without BufferPool.",
+        empty=True,
+        chars_max=1000,
+        pattern=r"[A-Za-z]+=[^;]+(;[A-Za-z]+=[^;]+)*",
+        expects="KEY=VALUE pairs separated by semicolons",
+    )
+    device_ipc: bool = _option(
+        "bool", True, "Copy between accelerators of one host through mapped memory; false: HIXL moves it."
+    )
+    ping_device: str = _text(
+        "",
+        "Accelerator where the daemon keeps a block for `kvxfer ping` (in an arena of its own); empty: none.",
+        empty=True,
+        pattern=r"[0-9]{1,3}",
+        expects="the number of an accelerator",
+    )
     integrity: bool = _option("bool", False, "Checksum every transfer end to end.")
     # -- admission --
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")
@@ -271,6 +296,16 @@ class Config:
         """The numeric address where the engine listens."""
         host = self.data_bind or self.listen_address.host
         return host if is_numeric(host) else "127.0.0.1"
+
+    @property
+    def hixl_bind_host(self) -> str:
+        """The numeric address where hixl listens. It is also its engine's name, so what `data_advertise` names first
+        takes the place of a wildcard.
+        """
+        if not is_wildcard(self.data_bind_host):
+            return self.data_bind_host
+        told = (parse_address(text, default_port=0).host for text in self.data_advertise)
+        return next((host for host in told if is_numeric(host)), self.data_bind_host)
 
     def advertised(self, bound: Address) -> tuple[Address, ...]:
         """The addresses that peers shall dial, given what was bound. Raises `ConfigError`, never names a wildcard."""

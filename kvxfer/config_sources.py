@@ -42,13 +42,18 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"the configuration is not valid TOML: {wrong}", source=source) from wrong
 
 
+# Variables that are no options: where the file is, and where the libraries of accelerators are (read where they load).
+OTHERS = ("KVXFER_CONFIG", "KVXFER_CANN_LIBDIR")
+OTHER_PREFIXES = ("KVXFER_TEST_", "KVXFER_SIM_")  # of tests, and of simulated accelerators
+
+
 def read_environment(env: Mapping[str, str], options: Mapping[str, Option]) -> tuple[Layers, tuple[str, ...]]:
     """What KVXFER_* variables say, as (source, values), and warnings about those that no option has."""
     found: Layers = []
     warnings: list[str] = []
     by_env = {option.env: option for option in options.values()}
     for key in sorted(env):
-        if not key.startswith("KVXFER_") or key.startswith("KVXFER_TEST_") or key == "KVXFER_CONFIG":
+        if not key.startswith("KVXFER_") or key.startswith(OTHER_PREFIXES) or key in OTHERS:
             continue
         if key in by_env:
             found.append((f"environment {key}", {by_env[key].name: env[key]}))

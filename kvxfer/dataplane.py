@@ -445,6 +445,8 @@ class DataPlane:
         """The remote memory itself, mapped (no copy), and what to `unmap`; needs a transport of this host that can
         map.
         """
+        if descriptor.kind != "dram":
+            raise TransportError("memory of an accelerator cannot be mapped", peer=descriptor.node_id, hint="use get")
         found = await self._resolve(descriptor)
         view = self.engine.mapping(found.handle)
         if view is None:

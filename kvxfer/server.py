@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,14 +43,15 @@ from kvxfer.leftovers import remove_dead_directories, remove_leftovers
 from kvxfer.link import Link, LinkFacts
 from kvxfer.listeners import UnixListener, bound_address, listen_tcp
 from kvxfer.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_code
-from kvxfer.native.engine import Engine, EngineConfig
+from kvxfer.native.ascend import AscendFacts, probe
+from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
 from kvxfer.paths import daemon_socket, ensure_socket_dir, socket_dir
 from kvxfer.pool import Pool
 from kvxfer.registry import Registry
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire.session import VERSIONS
 
-PING_KEY, PING_BYTES = "kvxfer.ping", 1 << 20
+PING_KEY, PING_DEVICE_KEY, PING_BYTES = "kvxfer.ping", "kvxfer.ping.device", 1 << 20
 EMBEDDED_PREFIX = "kvxfer-local-"
 EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp adds
 WORKERS_CEILING = 4096  # of the option workers_max
@@ -97,6 +99,7 @@ class Server:
         self.node_id = ""
         self.addresses: tuple[str, ...] = ()
         self.data_hosts: tuple[str, ...] = ()
+        self._accelerator: dict[str, object] = {}
         self.ready = False
         self.draining = False
         self._sweeping = False
@@ -155,7 +158,8 @@ class Server:
         self._open_engine()
         self._open_control()
         await self._accept(unix.socket, tcp)
-        self._share_ping_region()
+        await self._share_ping_regions()
+        self._accelerator = await self._accelerators()
         if http is not None:
             await self._http.start(http)
         self._cleanup.push_async_callback(self._http.aclose)
@@ -267,12 +271,31 @@ class Server:
     async def _close_pool(self) -> None:
         await self.pool.aclose(self._close_reason)
 
-    def _share_ping_region(self) -> None:
-        """A scratch region that `kvxfer ping` writes to and reads from."""
-        region = self.engine.alloc(PING_BYTES)
+    async def _share_ping_regions(self) -> None:
+        """What `kvxfer ping` writes to and reads from: in host memory, and on a device if one is set."""
+        self._share_ping_region(PING_KEY, self.engine.alloc(PING_BYTES))
+        if self.config.ping_device:
+            device = int(self.config.ping_device)
+            try:
+                on_device = partial(self.engine.alloc, PING_BYTES, kind=MemoryKind.HBM, device=device)
+                self._share_ping_region(PING_DEVICE_KEY, await asyncio.to_thread(on_device))
+            except KvxferError as failure:
+                log.warning("device %d has no block for `kvxfer ping`: %s", device, failure)
+
+    async def _accelerators(self) -> dict[str, object]:
+        """What to tell tools about this node's accelerators; only asked when a transport for them has loaded them."""
+        kinds = (info for info in self.engine.transports if info.moves(MemoryKind.HBM))
+        if all(info.moves(MemoryKind.DRAM) for info in kinds):
+            return {}
+        found = await asyncio.to_thread(probe)
+        if not isinstance(found, AscendFacts):
+            return {}
+        return {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
+
+    def _share_ping_region(self, key: str, region: RegionInfo) -> None:
         descriptor = self.plane.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
-        _, rest = self.dispatcher.post_own(kind="region", key=PING_KEY, body=body, lease_s=0.0, claims_max=0)
+        _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
         self.dispatcher.run(rest)
 
     # -- links -----------------------------------------------------------------------------------------------
@@ -369,6 +392,8 @@ class Server:
             "data_advertise": list(self.data_hosts),
             "engine_id": self.engine.engine_id.hex(),
             "transports": [info.name for info in self.engine.transports],
+            "unavailable": dict(self.engine.unavailable),
+            "accelerator": self._accelerator,
             "uptime_s": time.time() - self.started_at,
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),

@@ -351,6 +351,22 @@ async def test_a_driver_that_fails_is_not_a_full_device() -> None:
         assert "injected" in str(caught.value)
 
 
+@simulated(FAIL="malloc:*:107002")
+async def test_a_missing_context_is_named() -> None:
+    async with kvxfer.local(**SMALL) as client:
+        with pytest.raises(TransportError, match="no context") as caught:
+            await client.alloc(MIB, memory="hbm", device=0)
+        assert "set a device first" in str(caught.value)
+
+
+@simulated()
+async def test_memory_of_a_device_is_not_mapped() -> None:
+    async with kvxfer.local(**SMALL) as client:
+        region = await client.alloc(MIB, memory="hbm", device=0)
+        with pytest.raises(TransportError, match="cannot be mapped"):
+            await client.plane.map(region.descriptor("r"))
+
+
 @simulated()
 async def test_a_cancelled_allocation_is_given_back() -> None:
     async with kvxfer.local(**SMALL) as client:

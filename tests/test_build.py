@@ -60,7 +60,18 @@ def test_every_target_of_the_documentation_exists() -> None:
 def test_help_lists_the_targets_that_people_use() -> None:
     run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = {line.split()[0] for line in run.stdout.splitlines() if line.startswith("  ")}
-    assert {"build", "demo", "check", "test", "sanitize", "check-aarch64", "bench", "clean", "help"} <= listed
+    assert {
+        "build",
+        "demo",
+        "demo-ascend-sim",
+        "check",
+        "test",
+        "sanitize",
+        "check-aarch64",
+        "bench",
+        "clean",
+        "help",
+    } <= listed
 
 
 def test_ci_script_parses_and_may_be_executed() -> None:

@@ -36,7 +36,7 @@ FINE = {
         (name, "")
         for name in (
             *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
-            "numa_node",
+            *("numa_node", "ping_device", "hixl_options"),
         )
     ),
     ("tcp_congestion", "abc"),
@@ -54,6 +54,14 @@ def test_the_defaults_are_a_configuration() -> None:
     assert config.listen_address == Address("127.0.0.1", 17800)
     assert config.data_bind_host == "127.0.0.1"
     assert config.read_secret() == b""
+
+
+def test_hixl_has_a_name_that_peers_can_dial() -> None:
+    assert Config().hixl_bind_host == "127.0.0.1"
+    told = {"listen": "0.0.0.0:0", "advertise": ("10.0.0.1",), "secret": "0123456789abcdef"}
+    assert Config(**told, data_advertise=("node-a", "10.0.0.2")).hixl_bind_host == "10.0.0.2"
+    assert Config(**told).hixl_bind_host == "0.0.0.0"
+    assert Config(hixl_options="RdmaTrafficClass=132;RdmaServiceLevel=4").hixl_options
 
 
 def test_embedded() -> None:
@@ -217,7 +225,8 @@ def test_unknown_keys(tmp_path: Path) -> None:
 
 
 def test_unknown_environment_variables_warn() -> None:
-    loaded = load(env={"KVXFER_TRANSPORT": "tcp", "KVXFER_TEST_SLACK": "3", "OTHER": "x", "KVXFER_QQQQQQ": "1"})
+    ours = {"KVXFER_TEST_SLACK": "3", "KVXFER_SIM_HBM": "1G", "KVXFER_CANN_LIBDIR": "/x", "OTHER": "x"}
+    loaded = load(env={"KVXFER_TRANSPORT": "tcp", "KVXFER_QQQQQQ": "1", **ours})
     assert loaded.warnings == (
         "unknown environment variable KVXFER_QQQQQQ",
         "unknown environment variable KVXFER_TRANSPORT, did you mean KVXFER_TRANSPORTS?",

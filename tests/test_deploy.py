@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import yaml
 from kvxfer import errors
 from kvxfer.addresses import parse_address
 from kvxfer.config import CONFIG_OPTIONS, Config, load
+from kvxfer.doctor.probe_ascend import CONTROL_FILES, HCCN_CONF
 from kvxfer.paths import SOCKET_NAME
 from kvxfer.server import Server
 from tools import example_config
@@ -106,49 +109,60 @@ def test_unit_names_only_environment_that_is_an_option() -> None:
 # -- image ------------------------------------------------------------------------------------------------------------
 
 INSTRUCTIONS = {
-    "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
+    "ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
 }  # fmt: skip
+IMAGES = ("Dockerfile", "Dockerfile.ascend")
 
 
 def dockerfile(text: str) -> list[tuple[str, str]]:
-    """(instruction, rest) in order, continued lines joined."""
+    """(instruction, rest) in order, continued lines joined, arguments of the build replaced by their defaults."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    for name, value in re.findall(r"^ARG (\w+)=(\S+)$", joined, re.MULTILINE):
+        joined = joined.replace(f"${{{name}}}", value)
     parts = [tuple(line.split(None, 1)) for line in joined.splitlines()]
     assert all(len(part) == 2 for part in parts), parts
     return [(part[0], part[1]) for part in parts]
 
 
-DOCKERFILE = dockerfile((DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Image:
+    """A Dockerfile, read."""
+
+    steps: list[tuple[str, str]]
+
+    def values(self, instruction: str) -> list[str]:
+        return [rest for name, rest in self.steps if name == instruction]
 
 
-def docker_values(instruction: str) -> list[str]:
-    return [rest for name, rest in DOCKERFILE if name == instruction]
+@pytest.fixture(params=IMAGES)
+def image(request: pytest.FixtureRequest) -> Image:
+    return Image(dockerfile((DEPLOY / request.param).read_text(encoding="utf-8")))
 
 
-def test_dockerfile_is_made_of_known_instructions() -> None:
-    assert {name for name, _ in DOCKERFILE} <= INSTRUCTIONS
-    assert DOCKERFILE[0][0] == "FROM"
+def test_dockerfile_is_made_of_known_instructions(image: Image) -> None:
+    assert {name for name, _ in image.steps} <= INSTRUCTIONS
+    assert image.steps[0][0] in ("FROM", "ARG")
 
 
-def test_dockerfile_has_pinned_bases_and_ends_without_root() -> None:
-    for base in docker_values("FROM"):
-        image = base.split()[0]
-        assert ":" in image, f"{image} has no tag"
-        assert not image.endswith(":latest")
-    last_stage = max(index for index, (name, _) in enumerate(DOCKERFILE) if name == "FROM")
-    users = [rest for name, rest in DOCKERFILE[last_stage:] if name == "USER"]
+def test_dockerfile_has_pinned_bases_and_ends_without_root(image: Image) -> None:
+    for base in image.values("FROM"):
+        name = base.split()[0]
+        assert re.fullmatch(r"[a-z0-9./-]+:[A-Za-z0-9._-]+", name), f"{name} has no tag"
+        assert not name.endswith(":latest")
+    last_stage = max(index for index, (name, _) in enumerate(image.steps) if name == "FROM")
+    users = [rest for name, rest in image.steps[last_stage:] if name == "USER"]
     assert users[-1] == f"{USER_ID}:{USER_ID}"
-    assert not any(name == "RUN" for name, _ in DOCKERFILE[last_stage:][2:]), (
+    assert not any(name == "RUN" for name, _ in image.steps[last_stage:][2:]), (
         "what the image runs is made as root, once"
     )
 
 
-def test_dockerfile_copies_what_exists_and_what_the_context_holds() -> None:
+def test_dockerfile_copies_what_exists_and_what_the_context_holds(image: Image) -> None:
     context = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    stages = [rest.split()[-1] for rest in docker_values("FROM") if " AS " in rest]
+    stages = [rest.split()[-1] for rest in image.values("FROM") if " AS " in rest]
     copied = set()
-    for rest in docker_values("COPY"):
+    for rest in image.values("COPY"):
         words = rest.split()
         if words[0].startswith("--from="):
             assert words[0].removeprefix("--from=") in stages
@@ -160,22 +174,30 @@ def test_dockerfile_copies_what_exists_and_what_the_context_holds() -> None:
     assert {"kvxfer", "requirements", "pyproject.toml", "setup.py", "LICENSE", "README.md"} == copied
 
 
-def test_image_agrees_with_the_program() -> None:
+def test_image_has_the_compilers_that_the_engine_needs(image: Image) -> None:
+    """The engine is C and C++: without g++ the build stage would stop after its long first part."""
+    installed = " ".join(image.values("RUN"))
+    assert {"gcc", "g++", "libc6-dev"} <= set(installed.split())
+
+
+def test_image_agrees_with_the_program(image: Image) -> None:
     known = {option.env for option in CONFIG_OPTIONS}
-    [environment] = docker_values("ENV")
+    [environment] = image.values("ENV")
     names = {word.partition("=")[0] for word in environment.split()}
     assert {name for name in names if name.startswith("KVXFER_")} <= known
-    assert {int(port) for port in docker_values("EXPOSE")} == {CONTROL_PORT, HTTP_PORT}
-    [check] = docker_values("HEALTHCHECK")
+    assert {int(port) for port in image.values("EXPOSE")} == {CONTROL_PORT, HTTP_PORT}
+    [check] = image.values("HEALTHCHECK")
     assert f"127.0.0.1:{HTTP_PORT}" in check
     assert "/healthz" in check
-    assert docker_values("STOPSIGNAL") == ["SIGTERM"]
-    assert docker_values("ENTRYPOINT") == ['["kvxfer"]']
+    assert image.values("STOPSIGNAL") == ["SIGTERM"]
+    [entry] = image.values("ENTRYPOINT")
+    assert yaml.safe_load(entry)[-1] == "kvxfer"
+    assert image.values("CMD") == ['["serve"]']
 
 
-def test_the_health_check_is_a_program(tmp_path: Path) -> None:
+def test_the_health_check_is_a_program(image: Image) -> None:
     """It fails when nobody answers, and not because it cannot be run."""
-    [check] = docker_values("HEALTHCHECK")
+    [check] = image.values("HEALTHCHECK")
     command = yaml.safe_load(check.partition("CMD")[2])
     assert command[0] == "python"
     environment = {"KVXFER_HTTP": "127.0.0.1:1"}
@@ -184,18 +206,104 @@ def test_the_health_check_is_a_program(tmp_path: Path) -> None:
     assert "Connection refused" in run.stderr
 
 
+def test_the_entry_of_the_ascend_image_passes_its_arguments_on(tmp_path: Path) -> None:
+    """With the toolkit's environment, and without one."""
+    image = Image(dockerfile((DEPLOY / "Dockerfile.ascend").read_text(encoding="utf-8")))
+    [bash, flag, script, name] = yaml.safe_load(image.values("ENTRYPOINT")[0])
+    stand_in = tmp_path / "kvxfer"
+    stand_in.write_text('#!/bin/sh\necho "$TOOLKIT" "$@"\n')
+    stand_in.chmod(0o755)
+    toolkit = tmp_path / "set_env.sh"
+    toolkit.write_text("export TOOLKIT=sourced\n")
+
+    def run(text: str) -> str:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        command = [bash, flag, text, name, "ping", "a b"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run(script.replace("/usr/local/Ascend", str(tmp_path / "none"))) == " ping a b\n"
+    assert run(script.replace("/usr/local/Ascend/cann/set_env.sh", str(toolkit))) == "sourced ping a b\n"
+
+
+def test_the_ascend_image_mounts_what_doctor_looks_for() -> None:
+    shown = (DEPLOY / "Dockerfile.ascend").read_text(encoding="utf-8")
+    for name in (*CONTROL_FILES, HCCN_CONF, "/usr/local/Ascend/driver"):
+        assert name in shown
+
+
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pod() -> dict[str, Any]:
-    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "daemonset.yaml").read_text(encoding="utf-8")))
-    [daemon_set] = documents
-    assert (daemon_set["apiVersion"], daemon_set["kind"]) == ("apps/v1", "DaemonSet")
-    template = daemon_set["spec"]["template"]
-    assert daemon_set["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+# How a list is merged: by the key that tells its items apart. Lists that are not here are replaced as a whole.
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+}
+
+
+def merged(base: Any, patch: Any, name: str = "") -> Any:
+    """A strategic merge patch, as `kubectl patch` applies it to these kinds."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return base | {key: merged(base.get(key), value, key) for key, value in patch.items()}
+    if isinstance(base, list) and isinstance(patch, list) and name in MERGE_KEYS:
+        key = MERGE_KEYS[name]
+        found = {item[key]: item for item in base}
+        return list((found | {item[key]: merged(found.get(item[key]), item) for item in patch}).values())
+    return deepcopy(patch)
+
+
+def ordered(value: Any, name: str = "") -> Any:
+    """Without the order of lists whose items have a key."""
+    if isinstance(value, dict):
+        return {key: ordered(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [ordered(item) for item in value]
+        return sorted(items, key=lambda item: item[MERGE_KEYS[name]]) if name in MERGE_KEYS else items
+    return value
+
+
+def daemon_set(*patches: str) -> dict[str, Any]:
+    [found] = yaml.safe_load_all((DEPLOY / "kubernetes" / "daemonset.yaml").read_text(encoding="utf-8"))
+    for name in patches:
+        found = merged(found, yaml.safe_load((DEPLOY / "kubernetes" / name).read_text(encoding="utf-8")))
+    assert (found["apiVersion"], found["kind"]) == ("apps/v1", "DaemonSet")
+    return dict(found)
+
+
+@pytest.fixture(scope="module", params=[(), ("ascend.patch.yaml",)], ids=["plain", "ascend"])
+def pod(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found = daemon_set(*request.param)
+    template = found["spec"]["template"]
+    assert found["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     spec: dict[str, Any] = template["spec"]
     return spec
+
+
+def test_the_ascend_patch_adds_what_doctor_looks_for() -> None:
+    plain, ascend = (daemon_set(*patches)["spec"]["template"]["spec"] for patches in ((), ("ascend.patch.yaml",)))
+    volumes = {volume["name"]: volume for volume in ascend["volumes"]}
+    assert {volume["name"] for volume in plain["volumes"]} < set(volumes)
+    mounts = {mount["mountPath"]: mount for mount in ascend["containers"][0]["volumeMounts"]}
+    for path in (HCCN_CONF, "/usr/local/Ascend/driver"):
+        assert volumes[mounts[path]["name"]]["hostPath"]["path"] == path
+        assert mounts[path]["readOnly"]
+    environment = {entry["name"]: entry.get("value") for entry in ascend["containers"][0]["env"]}
+    assert environment["KVXFER_TRANSPORTS"] == "hixl,shm,tcp"
+    assert "ASCEND_VISIBLE_DEVICES" in environment
+    assert ascend["containers"][0]["image"].startswith("kvxfer-ascend:")
+    assert "resources" not in yaml.safe_load((DEPLOY / "kubernetes" / "ascend.patch.yaml").read_text())["spec"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_merges_the_patch_as_these_tests_do() -> None:
+    folder = DEPLOY / "kubernetes"
+    files = ["-f", str(folder / "daemonset.yaml"), "--patch-file", str(folder / "ascend.patch.yaml")]
+    command = ["kubectl", "patch", "--local", *files, "-o", "yaml"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ordered(yaml.safe_load(run.stdout)["spec"]) == ordered(daemon_set("ascend.patch.yaml")["spec"])
 
 
 def pod_config(pod: dict[str, Any], tmp_path: Path) -> Config:
@@ -262,7 +370,7 @@ def test_daemon_set_is_confined(pod: dict[str, Any], tmp_path: Path) -> None:
     assert memory
     assert int(memory[1]) << 20 > pod_config(pod, tmp_path).landing_bytes_max
     assert not container["image"].endswith(":latest")
-    assert container["image"] == pod["initContainers"][0]["image"]
+    assert pod["initContainers"][0]["image"] == daemon_set()["spec"]["template"]["spec"]["containers"][0]["image"]
 
 
 # -- Prometheus -------------------------------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ TESTS_OF_MORE = (
         "native/test_conformance.py",
         "native/test_fuzz.py",
         "native/test_ascend_abi.py",
+        "native/test_ascend_sim.py",
+        "native/test_ascend_sim_links.py",
         "native/test_ascend_table.py",
     ),
 )

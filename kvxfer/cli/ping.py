@@ -1,42 +1,51 @@
 """`kvxfer ping NODE`: is that node there, which ways lead to its memory, and how fast is each.
 
 Needs no daemon on this side: it runs an embedded one. The control path is a message through both daemons. The data
-path is measured once per transport, with a client that has this transport only, so that nothing can fall back: a put
-and a get of one block, read back and compared, and a put of the whole scratch region that every daemon shares under
-the name `kvxfer.ping`.
+path is measured once per pair of memories (host or accelerator, on each side) and transport, with a client that has
+this transport only, so that nothing can fall back: a put and a get of one block, read back and compared, and a put of
+the whole scratch region. Every daemon shares one in host memory under the name `kvxfer.ping`, and one on an accelerator
+when its option `ping_device` says on which.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import uvloop
 
 from kvxfer.client import Client, local
+from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Loaded, load
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import IntegrityError, KvxferError, UsageError
+from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
+from kvxfer.native.facts import MemoryKind, TransportInfo
 from kvxfer.options import nearest
 from kvxfer.peer import as_node
 
-PING_REGION = "kvxfer.ping"
+# What a daemon shares, by the kind of memory that it is in.
+PING_REGIONS = {MemoryKind.DRAM: "kvxfer.ping", MemoryKind.HBM: "kvxfer.ping.device"}
 BLOCK_BYTES = 4096
 COUNT_MAX = 100_000
 TIMEOUT_S_MAX = 3600
 WHOLE_COUNT = 20
 COMPARE_TIMES = 5  # somebody else's ping may write between our put and our get
-TRANSPORTS = ("shm", "tcp")  # `loop` reaches only the daemon's own process, so it is never a way from here
+LOCAL = "loop"  # reaches only the daemon's own process, so it is never a way from here
+TRANSPORTS = tuple(name for name in KNOWN if name != LOCAL)
 
 # What belongs to a daemon's place on the network; the embedded one is on loopback and takes any port.
-_PLACE = ("listen", "advertise", "http", "http_allow_remote", "socket_dir", "data_bind", "data_port", "data_advertise")
+_PLACE = (
+    *("listen", "advertise", "http", "http_allow_remote", "socket_dir", "data_bind", "data_port", "data_advertise"),
+    *("hixl_port", "hixl_engine_port", "ping_device"),
+)
 
 EPILOG = """exit status: 0 the node answers and its memory can be reached (with --transport: by each one named);
 1 it does not answer, or its memory cannot be reached; 2 the command line or the configuration is wrong.
@@ -45,6 +54,7 @@ examples:
   kvxfer ping 10.0.0.6:17800
   kvxfer ping 10.0.0.6:17800,192.168.1.6:17800      candidate addresses of one node
   kvxfer ping 127.0.0.1:17800 --transport shm       only this one, no fallback
+  kvxfer ping 10.0.0.6:17800 --transport hixl       between accelerators (that daemon needs ping_device)
 
 The shared secret comes from KVXFER_SECRET_FILE or from --config FILE, as for the daemon.
 """
@@ -64,11 +74,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A transport: usable or not, and why."""
+    """A transport between two memories: usable or not, and why."""
 
     transport: str
     usable: bool
     why: str
+    pair: str = "dram to dram"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +92,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help=f"measure only this transport: {' or '.join(TRANSPORTS)} (may be repeated)",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="N", help="accelerator of this side's memory (default: the least loaded)"
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for each step (default 5)")
     parser.add_argument("--config", metavar="FILE", help="TOML file to read (default: $KVXFER_CONFIG)")
@@ -95,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
             close = nearest(name, TRANSPORTS)
             hint = f"did you mean {close}?" if close else f"one of {', '.join(TRANSPORTS)}"
             raise UsageError("--transport: no such way to another node", value=name[:40], hint=hint)
+    if args.device != "auto" and not args.device.isdecimal():
+        raise UsageError("--device must be a number, or auto", value=args.device[:40])
     node = as_node(args.node.split(","))
     if not 0 < args.timeout <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout must be a number of seconds up to {TIMEOUT_S_MAX}", value=args.timeout)
@@ -105,26 +121,118 @@ def run(args: argparse.Namespace) -> int:
 async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -> int:
     options = _options(loaded, args.timeout)
     wanted = tuple(args.transport or loaded.config.transports)
-    rows: list[Row] = []
-    ways: list[Way] = []
+    run = Run(node, args, options, wanted)
     try:
         async with local(**options) as client:
             peer = await client.connect(node, timeout=args.timeout + 1)
             _progress("measuring control ...")
-            rows.append(await _measure("control", args.count, lambda: peer.ping(timeout=args.timeout)))
-            target = await client.lookup(PING_REGION, node=node, timeout=args.timeout)
-        for name in dict.fromkeys((*wanted, *(target.endpoints if not args.transport else ()))):
-            if name != "loop":
-                _progress(f"measuring {name} ...")
-                ways.append(await _way(name, wanted, target, options, node, args, rows))
+            run.rows.append(await _measure("control", args.count, lambda: peer.ping(timeout=args.timeout)))
+            targets = await run.targets(client)
+        offered = [] if args.transport else [name for target in targets.values() for name in target.endpoints]
+        names = [name for name in dict.fromkeys((*wanted, *offered)) if name != LOCAL]
+        for name in names:
+            await run.open(name, targets[MemoryKind.DRAM])
+        for there, target in targets.items():
+            for here in run.kinds():
+                for name in names:
+                    await run.measure(name, here, there, target)
     except KvxferError as error:
         error.peer = args.node  # rather than our own embedded daemon, which relayed it
         raise
     finally:
         _progress("")
-    print(f"{args.node}: node {target.node_id[:12]} answers\n\n{table(rows, target.length)}\n\n{explain(ways)}")
+    target = targets[MemoryKind.DRAM]
+    print(f"{args.node}: node {target.node_id[:12]} answers\n\n{table(run.rows, target.length)}\n\n{explain(run.ways)}")
+    for note in run.notes:
+        print(f"\n{note}")
     enough = all if args.transport else any
-    return 0 if enough(way.usable for way in ways) else 1
+    usable = dict.fromkeys(wanted, False) if args.transport else {}
+    for way in run.ways:
+        usable[way.transport] = usable.get(way.transport, False) or way.usable
+    return 0 if enough(usable.values()) else 1
+
+
+@dataclass(slots=True)
+class Run:
+    """One call of the command: what it was asked, and what it has measured."""
+
+    node: Sequence[str]
+    args: argparse.Namespace
+    options: dict[str, Any]
+    wanted: Sequence[str]
+    infos: dict[str, TransportInfo] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # of transports that are no way to this node at all
+    rows: list[Row] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    async def targets(self, client: Client) -> dict[MemoryKind, RemoteDescriptor]:
+        """The scratch regions of the node: in host memory always, on an accelerator where it has one."""
+        found = {}
+        for kind, name in PING_REGIONS.items():
+            try:
+                found[kind] = await client.lookup(name, node=self.node, timeout=self.args.timeout)
+            except UnknownTransfer:
+                if kind is MemoryKind.DRAM:
+                    raise
+        return found
+
+    async def open(self, name: str, target: RemoteDescriptor) -> None:
+        """Does a transport lead to this node, as far as both sides have it?"""
+        if name not in target.endpoints:
+            others = ", ".join(way for way in target.endpoints if way != LOCAL)
+            self.reasons[name] = f"the node offers only {others}"
+        elif name not in self.wanted:
+            self.reasons[name] = f"not allowed on this side: transports = {','.join(self.wanted)}"
+        else:
+            try:
+                async with local(**{**self.options, "transports": (name,)}) as client:
+                    infos = client.plane.engine.transports
+            except KvxferError as error:
+                self.reasons[name] = str(error)
+            else:
+                self.infos[name] = next(info for info in infos if info.name != LOCAL)
+
+    def kinds(self) -> list[MemoryKind]:
+        """What this side's memory may be: the host's, and an accelerator's where something reaches it."""
+        more = {kind for kind in PING_REGIONS for info in self.infos.values() if info.moves(kind)}
+        return sorted(more | {MemoryKind.DRAM})
+
+    async def measure(self, name: str, here: MemoryKind, there: MemoryKind, target: RemoteDescriptor) -> None:
+        """One transport between one kind of memory of this side and one of the node's."""
+        pair = f"{here.word} to {there.word}"
+        why = self.reasons.get(name, "")
+        if not why and not all(self.infos[name].moves(kind) for kind in (here, there)):
+            kinds = [kind.word for kind in MemoryKind if self.infos[name].moves(kind)]
+            why = f"moves {' and '.join(kinds)} only"
+        if why:
+            self.ways.append(Way(name, False, why, pair))
+            return
+        _progress(f"measuring {name}, {pair} ...")
+        try:
+            async with local(**{**self.options, "transports": (name,)}) as client:
+                fresh = await client.lookup(PING_REGIONS[there], node=self.node, timeout=self.args.timeout)
+                measured, why = await _data_path(client, fresh, name, (here, there), self.args)
+        except IntegrityError:
+            raise
+        except KvxferError as error:
+            _, _, reasons = error.message.partition("; ")
+            self.ways.append(Way(name, False, reasons or str(error), pair))
+            return
+        self.rows.extend(measured)
+        self.ways.append(Way(name, True, why, pair))
+        if MemoryKind.HBM in (here, there) and not self.notes:
+            self.notes.extend(await asyncio.to_thread(_about_accelerators))
+
+
+def _about_accelerators() -> list[str]:
+    """What was measured with, when it was an accelerator; loud when it was none."""
+    from kvxfer.native.ascend import AscendFacts, probe
+
+    found = probe()
+    if not isinstance(found, AscendFacts):
+        return []
+    return [f"{found}; NO FIGURE HERE IS A HARDWARE FIGURE" if found.simulated else str(found)]
 
 
 def _options(loaded: Loaded, timeout: float) -> dict[str, Any]:
@@ -136,40 +244,21 @@ def _options(loaded: Loaded, timeout: float) -> dict[str, Any]:
     return options | {"connect_s": min(config.connect_s, limit), "handshake_s": min(config.handshake_s, limit)}
 
 
-async def _way(
-    name: str,
-    wanted: Sequence[str],
-    target: RemoteDescriptor,
-    options: dict[str, Any],
-    node: Sequence[str],
-    args: argparse.Namespace,
-    rows: list[Row],
-) -> Way:
-    """Measure one transport; why it cannot be used, if so."""
-    if name not in target.endpoints:
-        return Way(name, False, f"the node offers only {', '.join(way for way in target.endpoints if way != 'loop')}")
-    if name not in wanted:
-        return Way(name, False, f"not allowed on this side: transports = {','.join(wanted)}")
-    try:
-        async with local(**{**options, "transports": (name,)}) as client:
-            fresh = await client.lookup(PING_REGION, node=node, timeout=args.timeout)
-            measured, why = await _data_path(client, fresh, name, args)
-    except IntegrityError:
-        raise
-    except KvxferError as error:
-        _, _, reasons = error.message.partition("; ")
-        return Way(name, False, reasons or str(error))
-    rows.extend(measured)
-    return Way(name, True, why)
-
-
 async def _data_path(
-    client: Client, target: RemoteDescriptor, name: str, args: argparse.Namespace
+    client: Client,
+    target: RemoteDescriptor,
+    name: str,
+    pair: tuple[MemoryKind, MemoryKind],
+    args: argparse.Namespace,
 ) -> tuple[list[Row], str]:
     """Latency of one block both ways, rate of the whole region; and what to say about the transport."""
-    ours = await client.alloc(target.length)
-    ours.array[:] = np.frombuffer(secrets.token_bytes(target.length), dtype=np.uint8)
-    back = await client.alloc(BLOCK_BYTES)
+    here, there = pair
+    device: Any = int(args.device) if args.device.isdecimal() else args.device
+    where = {"memory": "hbm", "device": device} if here is MemoryKind.HBM else {}
+    ours = await client.alloc(target.length, **where)
+    back = await client.alloc(BLOCK_BYTES, **where)
+    written = np.frombuffer(secrets.token_bytes(target.length), dtype=np.uint8)
+    await ours.write(0, written)
     block = ours[0:BLOCK_BYTES]
     started = time.perf_counter()
     info = await client.plane.prepare(target)
@@ -184,18 +273,20 @@ async def _data_path(
     for _ in range(COMPARE_TIMES):
         await put()
         await get()
-        if np.array_equal(back.array, ours.array[:BLOCK_BYTES]):
+        if np.array_equal(await back.read(), written[:BLOCK_BYTES]):
             break
     else:
         hint = "is another ping to this node running? if not, do not trust this path"
         raise IntegrityError("what came back is not what was written", transport=name, hint=hint)
-    writes = await _measure(f"{name} put 4 KiB", args.count, put)
-    reads = await _measure(f"{name} get 4 KiB", args.count, get)
+    between = "" if here is there is MemoryKind.DRAM else f" {here.word}-{there.word}"
+    writes = await _measure(f"{name}{between} put 4 KiB", args.count, put)
+    reads = await _measure(f"{name}{between} get 4 KiB", args.count, get)
     whole = await _measure("", WHOLE_COUNT, lambda: client.put(ours, target, timeout=args.timeout))
     rated = Row(writes.path, writes.p50, writes.p90, writes.p99, writes.worst, target.length / whole.p50 / 1e3)
-    where = "memory of this host" if info.same_host else "over the network"
+    far = "over the network" if info.moves(MemoryKind.DRAM) else "between accelerators"
+    way = "memory of this host" if info.same_host else far
     copies = f"{info.copies_per_byte:g} {'copy' if info.copies_per_byte == 1 else 'copies'} per byte"
-    return [rated, reads], f"{where}, {copies}, connected in {connect_ms:.1f} ms"
+    return [rated, reads], f"{way}, {copies}, connected in {connect_ms:.1f} ms"
 
 
 async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]]) -> Row:
@@ -212,21 +303,27 @@ async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]])
 def table(rows: Sequence[Row], whole_bytes: int) -> str:
     """The rows as text: latencies in microseconds."""
     rate_title = f"{whole_bytes / (1 << 20):g} MiB GB/s"
-    lines = [f"{'path':<14}{'p50 us':>10}{'p90 us':>10}{'p99 us':>10}{'max us':>10}{rate_title:>13}"]
+    width = max(14, *(len(row.path) + 2 for row in rows))
+    lines = [f"{'path':<{width}}{'p50 us':>10}{'p90 us':>10}{'p99 us':>10}{'max us':>10}{rate_title:>13}"]
     for row in rows:
         rate = f"{row.rate:.2f}" if row.rate else "-"
-        lines.append(f"{row.path:<14}{row.p50:>10.1f}{row.p90:>10.1f}{row.p99:>10.1f}{row.worst:>10.1f}{rate:>13}")
+        lines.append(f"{row.path:<{width}}{row.p50:>10.1f}{row.p90:>10.1f}{row.p99:>10.1f}{row.worst:>10.1f}{rate:>13}")
     return "\n".join(lines)
 
 
 def explain(ways: Sequence[Way]) -> str:
-    """One line per transport, in order of preference: the first usable one is what transfers take."""
-    lines, chosen = [], False
-    for way in ways:
-        verdict = "not usable" if not way.usable else "usable too" if chosen else "chosen"
-        chosen = chosen or way.usable
-        lines.append(f"{way.transport:<6}{verdict:<12}{way.why}")
-    return "\n".join(lines)
+    """One line per transport, in order of preference, for each pair of memories: the first usable one is taken."""
+    blocks = []
+    pairs = list(dict.fromkeys(way.pair for way in ways))
+    for pair in pairs:
+        lines = [f"{pair}:"] if len(pairs) > 1 else []
+        chosen = False
+        for way in (way for way in ways if way.pair == pair):
+            verdict = "not usable" if not way.usable else "usable too" if chosen else "chosen"
+            chosen = chosen or way.usable
+            lines.append(f"{way.transport:<6}{verdict:<12}{way.why}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _progress(text: str) -> None:

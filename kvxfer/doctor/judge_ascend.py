@@ -12,8 +12,8 @@ from kvxfer.config import Config
 from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink
 from kvxfer.doctor.finding import Finding, Group, size, some
 from kvxfer.doctor.hccn import families, parse
+from kvxfer.placement import HEADROOM
 
-HBM_HEADROOM = 0.30
 NIC_PORT = 16666  # where the port of a card listens, unless it is configured
 SOURCE = "source set_env.sh of the toolkit before the process starts: LD_LIBRARY_PATH is read at the start only"
 NO_LINK_LATCH = ("8.5",)
@@ -139,9 +139,9 @@ def _card(card: Card, name: str) -> Finding:
     found = f"{size(card.free)} of {size(card.total)} free"
     if not card.healthy:
         return _GROUP.problem(check, f"reports an abnormal state; {found}", "`npu-smi info -t health`, then reset it")
-    if card.free < card.total * HBM_HEADROOM:
+    if card.free < card.total * HEADROOM:
         advice = (
-            f"registration needs contiguous memory: leave {HBM_HEADROOM:.0%} free (gpu_memory_utilization of the"
+            f"registration needs contiguous memory: leave {HEADROOM:.0%} free (gpu_memory_utilization of the"
             ' engine), or allow spill = "dram"'
         )
         return _GROUP.warning(check, found, advice)

@@ -8,8 +8,8 @@ from errno import EPERM, errorcode
 from kvxfer.config import Config
 from kvxfer.doctor.facts import UNLIMITED, Host
 from kvxfer.doctor.finding import Finding, Group, size, some
+from kvxfer.placement import HEADROOM
 
-HEADROOM = 0.30  # of memory that should stay free beside what kvxfer takes
 OWN_BYTES = 60 << 20  # a daemon without its pools
 MAPS_PER_REGION = 2
 SLOW_CLOCKS = frozenset(("hpet", "acpi_pm", "pit", "jiffies", "refined-jiffies"))

@@ -44,6 +44,9 @@ def _binds(config: Config, daemon: bool) -> Iterator[Bind]:
     if config.http_address is not None:
         wanted.append(("http", config.http_address))
     wanted.append(("data_port", Address(config.data_bind_host, config.data_port)))
+    for option, port in (("hixl_port", config.hixl_port), ("hixl_engine_port", config.hixl_engine_port)):
+        if port:
+            wanted.append((option, Address(config.hixl_bind_host, port)))
     for option, address in wanted:
         try:
             listen_tcp(option, address).close()

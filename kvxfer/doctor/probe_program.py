@@ -69,7 +69,8 @@ def _opened(name: str, config: Config, place: str) -> Transport:
     from kvxfer.native.facts import MemoryKind
 
     asked = (LOCAL, f"?{name}")
-    overrides = {"transports": asked, "socket_dir": place, "tcp_bind": config.data_bind_host}
+    # Any port: those of the configuration may be held by the daemon that it is of.
+    overrides = {"transports": asked, "socket_dir": place, "tcp_port": 0, "hixl_port": 0, "hixl_engine_port": 0}
     try:
         engine = Engine(EngineConfig.from_config(config, secrets.token_bytes(16), **overrides))
     except KvxferError as failure:

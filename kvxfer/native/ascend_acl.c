@@ -37,6 +37,8 @@ static uint32_t devices;
 int kvx_ascend_acl_status(int raw, uint32_t *raw_p) {
     if (raw_p)
         *raw_p = (uint32_t)raw;
+    if (raw != 0)
+        kvx_ascend_exception_text(); /* of an earlier call: now ACL has the last word */
     int status = kvx_ascend_status((uint32_t)raw);
     return status == KVX_E_LINK ? KVX_E_DEVICE : status;
 }

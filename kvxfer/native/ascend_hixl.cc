@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "ascend_parts.h"
@@ -162,7 +163,11 @@ struct Engine {
     void *object;
     std::int32_t device;
     std::atomic<std::int32_t> inside; /* calls that run; CLOSING below zero */
+    Engine *next;
 };
+
+/* Engines that were closed. These few bytes stay, so that a call that comes too late is told so. */
+std::atomic<Engine *> graves;
 
 constexpr std::int32_t CLOSING = INT32_MIN / 2;
 
@@ -260,19 +265,20 @@ bool options_are_known(const kvx_ascend_option *options, std::uint32_t count, ch
     return true;
 }
 
-void discard(Engine *engine) noexcept {
-    if (engine->object) {
-        guard(nullptr, [engine] {
-            hixl.destroy(engine->object);
-            return std::uint32_t{0};
-        });
-        std::free(engine->object);
-    }
-    delete engine;
+void destroy_object(void *object) noexcept {
+    char first[sizeof thrown]; /* taking the object apart may throw, too, and says less */
+    std::memcpy(first, thrown, sizeof first);
+    guard(nullptr, [object] {
+        hixl.destroy(object);
+        return std::uint32_t{0};
+    });
+    if (*first)
+        std::memcpy(thrown, first, sizeof first);
+    std::free(object);
 }
 
 Engine *make_engine(std::int32_t device, std::uint32_t *raw_p, int *status_p) noexcept {
-    auto *engine = new (std::nothrow) Engine{nullptr, device, {0}};
+    auto *engine = new (std::nothrow) Engine{nullptr, device, {0}, nullptr};
     void *object = engine ? std::calloc(1, OBJECT_BYTES) : nullptr;
     if (!object) {
         delete engine;
@@ -300,6 +306,7 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
         why_size = sizeof nowhere;
     }
     *why = 0;
+    thrown[0] = 0;
     if (!local || (option_count && !options) || !local_is_sound(local, why, why_size) ||
         !options_are_known(options, option_count, why, why_size))
         return invalid(raw_p);
@@ -324,8 +331,10 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
         *engine_p = engine;
         return KVX_OK;
     }
-    if (engine)
-        discard(engine);
+    if (engine) {
+        destroy_object(engine->object);
+        delete engine; /* nobody else has seen it */
+    }
     if (*thrown)
         std::snprintf(why, why_size, "%s", thrown);
     else if (status == KVX_E_NOMEM)
@@ -349,14 +358,17 @@ int engine_close(void *handle, std::uint32_t *raw_p) noexcept {
     if (raw_p)
         *raw_p = 0;
     if (!engine->inside.compare_exchange_strong(nobody, CLOSING))
-        return KVX_E_BUSY;
+        return nobody < 0 ? KVX_E_CLOSED : KVX_E_BUSY;
     void *before = nullptr;
     int entered = kvx_ascend_enter(engine->device, &before, nullptr);
     int status = guard(raw_p, [engine] {
         hixl.finalize(engine->object);
         return std::uint32_t{0};
     });
-    discard(engine);
+    destroy_object(std::exchange(engine->object, nullptr));
+    engine->next = graves.load();
+    while (!graves.compare_exchange_weak(engine->next, engine))
+        continue;
     if (entered == KVX_OK)
         kvx_ascend_leave(before);
     return status;

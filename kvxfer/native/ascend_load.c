@@ -22,6 +22,7 @@
 
 #define DIRECTORIES_MAX 6
 #define WHY_BYTES       4096
+#define SINCE_9_0       "HixlCSServerCreate" /* the C interface came with 9.0 */
 #define MISSING_BYTES   2048
 
 #ifdef __aarch64__
@@ -222,10 +223,16 @@ static void *load_other(search *look, const char *const *names) {
     return library || look->only || refused ? library : load_by_name(look, names);
 }
 
-static bool weak_ones_are_there(search *look, const char *hixl_path) {
+/* 8.5 has no weak references into libhcomm: it asks for the library when it first needs it. Then it must be found. */
+static bool comes_later(search *look, void *hixl, const char *name) {
+    const char *const names[] = {name, NULL};
+    return strcmp(name, weak_names[0]) == 0 && !dlsym(hixl, SINCE_9_0) && load_other(look, names);
+}
+
+static bool weak_ones_are_there(search *look, void *hixl, const char *hixl_path) {
     bool all = true;
     for (const char *const *name = weak_names; *name; name++)
-        if (!dlopen(*name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) {
+        if (!dlopen(*name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) && !comes_later(look, hixl, *name)) {
             kvx_ascend_say(&look->why,
                            "%s is not loaded, though %s refers to it weakly: its first call would jump to address 0. ",
                            *name, hixl_path);
@@ -267,14 +274,14 @@ static bool load_all(search *look) {
     copy_text(facts->hixl_path, sizeof facts->hixl_path, path_of(hixl));
     look->why.used = 0; /* earlier candidates no longer matter */
     look->why.data[0] = 0;
-    if (!weak_ones_are_there(look, facts->hixl_path)) {
+    if (!weak_ones_are_there(look, hixl, facts->hixl_path)) {
         kvx_ascend_say(&look->why, WHAT_TO_DO);
         return false;
     }
     if (!bind_all(look, acl, meta, hixl))
         return false;
     const char *toolkit = facts->optional & KVX_ASCEND_HAS_ASYNC_CONNECT ? "9.1+"
-                          : dlsym(hixl, "HixlCSServerCreate")            ? "9.0"
+                          : dlsym(hixl, SINCE_9_0)                       ? "9.0"
                                                                          : "8.5";
     copy_text(facts->toolkit, sizeof facts->toolkit, toolkit);
     return kvx_ascend_acl_start(facts, &look->why);

@@ -5,7 +5,16 @@
 
 #include "api.h"
 
-void kvx_copy_nt(void *target, const void *source, uint64_t length);
-/* kvx_copy and kvx_crc32c are declared in api.cdef.h */
+typedef struct kvx_piece {
+    uint8_t *to;
+    const uint8_t *from;
+    uint64_t length;
+} kvx_piece;
+
+/* Copies all of them, in no particular order, several side by side; each from nt_bytes_min on with non-temporal stores.
+ * kvx_copy and kvx_crc32c are declared in api.cdef.h. */
+void kvx_copy_pieces(const kvx_piece *pieces, uint32_t count, uint64_t nt_bytes_min);
+/* Copies through the caches and gives the checksum of the source, in one pass where the CPU can. */
+uint32_t kvx_copy_crc32c(uint32_t seed, void *target, const void *source, uint64_t length);
 
 #endif

@@ -23,6 +23,7 @@ NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_
 FROM_CONFIG = (
     *SAME_NUMBERS,
     *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir", "numa_node"),
+    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc"),
 )
 
 
@@ -157,6 +158,7 @@ class EngineConfig:
         values.update(
             tcp_bind=config.data_bind_host,
             tcp_port=config.data_port,
+            hixl_bind=config.hixl_bind_host,
             connect_ms=round(config.connect_s * 1000),
             handshake_ms=round(config.handshake_s * 1000),
             cancel_ms=round(config.cancel_s * 1000),

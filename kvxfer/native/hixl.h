@@ -362,6 +362,8 @@ void kvx_hixl_link_free(hixl_link *link);
 /* In close. False: a call is out that nobody can wait for, so the engine and what is registered have to stay. */
 bool kvx_hixl_links_close(hixl_device *device);
 uint32_t kvx_hixl_zombies(void);
+/* A thread that nobody waits for. */
+bool kvx_hixl_thread(void *(*run)(void *), void *argument);
 uint64_t kvx_hixl_process(void); /* a number that only this process has */
 
 /* hixl_xfer.c */

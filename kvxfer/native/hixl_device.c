@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "device_memory.h"
@@ -251,22 +252,89 @@ void kvx_hixl_region_forget(hixl_transport *hixl, const kvx_region *region) {
 
 /* -- close -------------------------------------------------------------------------------------------------------- */
 
+/* Finalize waits for other processes and may do so for ever. */
+typedef struct closing {
+    pthread_mutex_t lock;
+    pthread_cond_t done_signal;
+    const kvx_ascend_api *api;
+    void *engine;
+    bool done, abandoned;
+} closing;
+
+static void closing_free(closing *one) {
+    pthread_cond_destroy(&one->done_signal);
+    pthread_mutex_destroy(&one->lock);
+    free(one);
+}
+
+static void *closing_main(void *argument) {
+    closing *one = argument;
+    (void)one->api->engine_close(one->engine, NULL);
+    pthread_mutex_lock(&one->lock);
+    one->done = true;
+    bool abandoned = one->abandoned;
+    pthread_cond_signal(&one->done_signal);
+    pthread_mutex_unlock(&one->lock);
+    if (abandoned) {
+        closing_free(one);
+    }
+    return NULL;
+}
+
+static void until_in(struct timespec *until, uint32_t ms) {
+    clock_gettime(CLOCK_REALTIME, until);
+    until->tv_sec += ms / 1000;
+    until->tv_nsec += (long)(ms % 1000) * 1000000;
+    until->tv_sec += until->tv_nsec / 1000000000;
+    until->tv_nsec %= 1000000000;
+}
+
+/* False: it is still at it, and the memory that it knows must stay. */
+static bool engine_close(hixl_device *device) {
+    hixl_transport *hixl = device->hixl;
+    struct timespec until;
+    closing *one = calloc(1, sizeof *one);
+    if (one == NULL) {
+        return false;
+    }
+    pthread_mutex_init(&one->lock, NULL);
+    pthread_cond_init(&one->done_signal, NULL);
+    one->api = hixl->api;
+    one->engine = device->engine;
+    if (!kvx_hixl_thread(closing_main, one)) {
+        closing_free(one);
+        return false;
+    }
+    until_in(&until, hixl->config->cancel_ms);
+    pthread_mutex_lock(&one->lock);
+    int waited = 0;
+    while (!one->done && waited == 0) {
+        waited = pthread_cond_timedwait(&one->done_signal, &one->lock, &until);
+    }
+    bool done = one->done;
+    one->abandoned = !done;
+    pthread_mutex_unlock(&one->lock);
+    if (done) {
+        closing_free(one);
+    }
+    return done;
+}
+
 static void device_close(hixl_device *device) {
     hixl_transport *hixl = device->hixl;
-    uint32_t raw = 0;
+    for (hixl_arena *arena = device->arenas; arena != NULL && !hixl->stuck; arena = arena->next) {
+        (void)hixl->api->mem_deregister(device->engine, arena->handle, NULL);
+    }
+    bool gone = device->engine == NULL || (!hixl->stuck && engine_close(device));
     while (device->arenas != NULL) {
         hixl_arena *arena = device->arenas;
         device->arenas = arena->next;
-        if (hixl->stuck) { /* something may still move there, and the engine stays as it is */
+        if (gone) {
+            arena_free(device, arena);
+        } else { /* something may still move there, and the engine stays as it is */
             kvx_arena_abandon(hixl->core, arena->id);
             free(arena);
-            continue;
         }
-        (void)hixl->api->mem_deregister(device->engine, arena->handle, &raw);
-        arena_free(device, arena);
-    }
-    if (device->engine != NULL && !hixl->stuck) {
-        (void)hixl->api->engine_close(device->engine, &raw);
     }
     free(device->ops);
     free(device->copies);

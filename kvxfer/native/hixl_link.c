@@ -66,7 +66,7 @@ static void *call_main(void *argument) {
     return NULL;
 }
 
-static bool thread_detach(hixl_call *call) {
+bool kvx_hixl_thread(void *(*run)(void *), void *argument) {
     sigset_t all, before;
     pthread_attr_t attributes;
     pthread_t id;
@@ -74,7 +74,7 @@ static bool thread_detach(hixl_call *call) {
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int result = pthread_create(&id, &attributes, call_main, call);
+    int result = pthread_create(&id, &attributes, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     return result == 0;
@@ -98,7 +98,7 @@ static void call_start(hixl_link *link, bool disconnects, uint64_t now_ms) {
         call->timeout_ms = (int32_t)(disconnects ? link->machine.disconnect_ms : link->machine.connect_ms);
         memcpy(call->remote, link->remote, sizeof call->remote);
         link->call = call;
-        if (thread_detach(call)) {
+        if (kvx_hixl_thread(call_main, call)) {
             return;
         }
         link->call = NULL;

@@ -117,14 +117,25 @@ void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
     pthread_mutex_unlock(&hixl->lock);
 }
 
+/* With the lock held. KVX_OK: it is not to end. */
+static int reason_to_end(const hixl_xfer *xfer) {
+    const hixl_peer *peer = xfer->peer;
+    return xfer->import->shut != KVX_OK        ? xfer->import->shut
+           : peer->lost || peer->closing       ? KVX_E_PEER_LOST
+           : atomic_load(&xfer->op->cancelled) ? KVX_E_CANCELLED
+                                               : KVX_OK;
+}
+
 /* No byte of it moves any more. */
 static void finish(hixl_xfer *xfer) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
     link_remove(xfer);
     pthread_mutex_lock(&hixl->lock);
-    bool gone = peer->lost || peer->closing;
-    if (gone && (xfer->status == KVX_E_LINK || (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY))) {
+    if (xfer->status == KVX_E_LINK && reason_to_end(xfer) != KVX_OK) {
+        xfer->status = reason_to_end(xfer); /* the link was given up for its sake, or with its peer */
+    }
+    if (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY && (peer->lost || peer->closing)) {
         xfer->status = KVX_E_PEER_LOST;
     }
     kvx_hixl_import_leave(xfer->import);
@@ -406,15 +417,6 @@ static void serve(hixl_link *link, uint64_t now_ms) {
 
 /* -- those that are to end -------------------------------------------------------------------------------------------
  */
-
-/* With the lock held. KVX_OK: it is not to end. */
-static int reason_to_end(const hixl_xfer *xfer) {
-    const hixl_peer *peer = xfer->peer;
-    return xfer->import->shut != KVX_OK        ? xfer->import->shut
-           : peer->lost || peer->closing       ? KVX_E_PEER_LOST
-           : atomic_load(&xfer->op->cancelled) ? KVX_E_CANCELLED
-                                               : KVX_OK;
-}
 
 static void scan(hixl_link *link, uint64_t now_ms) {
     hixl_transport *hixl = link->device->hixl;

@@ -24,17 +24,19 @@
 
 #define SHM_MAGIC        0x4d53564bu /* "KVSM" */
 #define SHM_VERSION      1
-#define SHM_UNPROVED_MAX 64                   /* accepted connections that have not said HELLO yet */
-#define SHM_TX_MAX       1024                 /* answers queued on a connection: from then on it is not read */
-#define SHM_READS_MAX    32                   /* messages of one connection before others get their turn */
-#define SHM_RETRY_MS     5                    /* connect again when the listener's queue is full */
-#define SHM_ACCEPT_MS    100                  /* accept again after running out of descriptors */
-#define SHM_GRANULE      (UINT64_C(16) << 10) /* page tables are filled for so much at once */
-#define SHM_IDLE_MAX     1024                 /* mappings of a peer that no import uses */
-#define SHM_UNMAP_MAX    (UINT64_C(16) << 20) /* larger mappings are unmapped by the copy pool */
-#define SHM_FD_MISSED    (-2)                 /* a descriptor came, but we had no room for it */
-#define SHM_PROCESS      1                    /* marks the address of a link in the epoll set */
-#define SHM_SHUT         0x80000000u          /* in shm_import.users */
+#define SHM_UNPROVED_MAX 64                    /* accepted connections that have not said HELLO yet */
+#define SHM_TX_MAX       1024                  /* answers queued on a connection: from then on it is not read */
+#define SHM_READS_MAX    32                    /* messages of one connection before others get their turn */
+#define SHM_RETRY_MS     5                     /* connect again when the listener's queue is full */
+#define SHM_ACCEPT_MS    100                   /* accept again after running out of descriptors */
+#define SHM_GRANULE      (UINT64_C(16) << 10)  /* page tables are filled for so much at once */
+#define SHM_AHEAD_MAX    (UINT64_C(256) << 20) /* of a new mapping are filled before they are needed, so much */
+#define SHM_AHEAD_TURN   (UINT64_C(1) << 20)   /* before other jobs have their turn */
+#define SHM_IDLE_MAX     1024                  /* mappings of a peer that no import uses */
+#define SHM_UNMAP_MAX    (UINT64_C(16) << 20)  /* larger mappings are unmapped by the copy pool */
+#define SHM_FD_MISSED    (-2)                  /* a descriptor came, but we had no room for it */
+#define SHM_PROCESS      1                     /* marks the address of a link in the epoll set */
+#define SHM_SHUT         0x80000000u           /* in shm_import.users */
 
 enum shm_type {
     SHM_HELLO = 1, /* both ways, first */
@@ -159,10 +161,12 @@ typedef struct shm_map {
     uint64_t length;
     uint8_t *base;
     bool writable;
-    bool unwanted;                   /* the region goes: no import may join any more */
-    uint32_t imports;                /* that use it */
-    _Atomic uint64_t *filled;        /* a bit per granule whose page tables were filled; NULL = no need */
-    kvx_job job;                     /* unmaps it */
+    bool unwanted;            /* the region goes: no import may join any more */
+    uint32_t imports;         /* that use it */
+    _Atomic uint64_t *filled; /* a bit per granule whose page tables were filled; NULL = no need */
+    kvx_job job;              /* unmaps it */
+    kvx_job ahead;            /* fills page tables before anybody needs them; counts as one of the imports */
+    uint64_t ahead_at;
     struct shm_map *previous, *next; /* of the peer, the last used one first */
 } shm_map;
 

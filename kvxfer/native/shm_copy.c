@@ -15,7 +15,8 @@
 #define VECTORS_MAX  1024                 /* IOV_MAX of the kernel */
 #define SYSCALL_MAX  UINT64_C(0x7ffff000) /* bytes in one system call */
 #define CHECK_BYTES  (UINT64_C(64) << 10) /* checked while they are in the cache */
-#define NT_PIECE_MIN UINT64_C(4096)       /* least segment of a large operation that bypasses the caches */
+#define NT_PIECE_MIN UINT64_C(1024)       /* least segment of a large operation that bypasses the caches */
+#define PIECES_MAX   128u                 /* segments copied at once */
 
 typedef struct shm_span { /* where to begin, and how much */
     uint32_t segment;
@@ -53,8 +54,7 @@ typedef struct shm_run {
 static bool checked_copy(uint8_t *target, const uint8_t *source, uint64_t length, bool corrupt) {
     while (length != 0) {
         uint64_t step = length < CHECK_BYTES ? length : CHECK_BYTES;
-        uint32_t before = kvx_crc32c(0, source, step);
-        memcpy(target, source, step);
+        uint32_t before = kvx_copy_crc32c(0, target, source, step);
         if (corrupt) {
             target[0] ^= 1;
             corrupt = false;
@@ -69,30 +69,46 @@ static bool checked_copy(uint8_t *target, const uint8_t *source, uint64_t length
     return true;
 }
 
-static void copy_mapped(const shm_run *run, const shm_span *span, shm_result *result_p) {
+/* The part of a segment that belongs to the span, with its two ends. */
+static kvx_piece piece_of(const shm_run *run, uint32_t number, uint64_t offset, uint64_t most) {
+    const kvx_op *op = run->op;
+    const kvx_segment *segment = &op->segments[number];
+    uint64_t length = segment->length - offset;
+    uint8_t *local = op->region->base + segment->local_offset + offset;
+    uint8_t *remote = run->import->remote + segment->remote_offset + offset;
+    bool put = op->kind == KVX_OP_PUT;
+    return (kvx_piece){put ? remote : local, put ? local : remote, length < most ? length : most};
+}
+
+static void copy_mapped_checked(const shm_run *run, const shm_span *span, shm_result *result_p) {
     const kvx_op *op = run->op;
     uint64_t offset = span->offset;
     for (uint32_t i = span->segment; result_p->bytes < span->bytes; i++, offset = 0) {
-        const kvx_segment *segment = &op->segments[i];
-        uint64_t length = segment->length - offset, left = span->bytes - result_p->bytes;
-        length = length < left ? length : left;
-        uint8_t *local = op->region->base + segment->local_offset + offset;
-        uint8_t *remote = run->import->remote + segment->remote_offset + offset;
-        bool put = op->kind == KVX_OP_PUT;
-        bool corrupt = op->corrupt && i == 0 && offset == 0;
-        if (op->flags & KVX_OP_CHECK) {
-            if (!checked_copy(put ? remote : local, put ? local : remote, length, corrupt)) {
-                result_p->status = KVX_E_INTEGRITY;
-                result_p->segment = i;
-                return;
-            }
-        } else {
-            kvx_copy(put ? remote : local, put ? local : remote, length, run->nt_bytes_min);
-            if (corrupt) {
-                *(put ? remote : local) ^= 1;
-            }
+        kvx_piece piece = piece_of(run, i, offset, span->bytes - result_p->bytes);
+        if (!checked_copy(piece.to, piece.from, piece.length, op->corrupt && i == 0 && offset == 0)) {
+            result_p->status = KVX_E_INTEGRITY;
+            result_p->segment = i;
+            return;
         }
-        result_p->bytes += length;
+        result_p->bytes += piece.length;
+    }
+}
+
+static void copy_mapped(const shm_run *run, const shm_span *span, shm_result *result_p) {
+    kvx_piece pieces[PIECES_MAX];
+    uint32_t segment = span->segment;
+    uint64_t offset = span->offset;
+    uint8_t *first = piece_of(run, segment, offset, 1).to;
+    while (result_p->bytes < span->bytes) {
+        uint32_t count = 0;
+        for (; count < PIECES_MAX && result_p->bytes < span->bytes; segment++, offset = 0) {
+            pieces[count] = piece_of(run, segment, offset, span->bytes - result_p->bytes);
+            result_p->bytes += pieces[count++].length;
+        }
+        kvx_copy_pieces(pieces, count, run->nt_bytes_min);
+    }
+    if (run->op->corrupt && span->segment == 0 && span->offset == 0) {
+        *first ^= 1;
     }
 }
 
@@ -248,12 +264,11 @@ static void copy_attached(const shm_run *run, const shm_span *span, shm_result *
 static void copy_span(const shm_run *run, const shm_span *span, shm_result *result_p) {
     shm_transport *shm = run->shm;
     *result_p = (shm_result){.status = KVX_OK};
+    bool check = (run->op->flags & KVX_OP_CHECK) != 0;
     if (run->import->how == SHM_BY_MAPPING) {
-        copy_mapped(run, span, result_p);
-    } else if (run->op->flags & KVX_OP_CHECK) {
-        copy_attached_checked(run, span, result_p);
+        (check ? copy_mapped_checked : copy_mapped)(run, span, result_p);
     } else {
-        copy_attached(run, span, result_p);
+        (check ? copy_attached_checked : copy_attached)(run, span, result_p);
     }
     KVX_COUNT(shm->counters, copied_bytes, result_p->bytes);
     KVX_COUNT(shm->counters, frames, 1);
@@ -346,6 +361,11 @@ static void job_run(kvx_job *job) {
     }
 }
 
+/* From which length on the segments of an operation bypass the caches: it depends on all of them together. */
+static uint64_t nt_bytes_min(const kvx_engine_config *config, const kvx_op *op) {
+    return op->bytes >= config->nt_bytes_min ? NT_PIECE_MIN : config->nt_bytes_min;
+}
+
 static int submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
     const kvx_engine_config *config = shm->config;
     uint64_t chunks = (op->bytes - 1) / config->chunk_bytes + 1;
@@ -360,7 +380,7 @@ static int submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
         .shm = shm,
         .import = import,
         .op = op,
-        .nt_bytes_min = op->bytes >= config->nt_bytes_min ? NT_PIECE_MIN : config->nt_bytes_min,
+        .nt_bytes_min = nt_bytes_min(config, op),
         .jobs_left = jobs,
     };
     pthread_mutex_init(&run->lock, NULL);
@@ -382,7 +402,7 @@ int kvx_shm_submit(void *transport, kvx_op *op) {
     if (op->bytes > shm->config->inline_bytes_max) {
         return submit_jobs(shm, import, op);
     }
-    shm_run run = {.import = import, .shm = shm, .op = op, .nt_bytes_min = shm->config->nt_bytes_min};
+    shm_run run = {.import = import, .shm = shm, .op = op, .nt_bytes_min = nt_bytes_min(shm->config, op)};
     shm_span span = {.bytes = op->bytes};
     shm_result result = {.status = KVX_OK};
     if (op->count != 0) {

@@ -3,7 +3,7 @@
  * Each request brings a new grant, but most grants are of the same few regions. So what copies go through is mapped
  * once per region and kept: filling page tables anew costs several times what a scattered copy does. Page tables are
  * filled where the first copy comes along, as far as it goes; for all of a large cache at once the import would take
- * seconds.
+ * seconds. The beginning of a new mapping is filled beforehand by the copy pool, a turn at a time.
  *
  * What an application looks at is another mapping, one per import, which goes when the grant is taken back. */
 #define _GNU_SOURCE
@@ -148,6 +148,76 @@ static void *map_file(const shm_map *map, int fd) {
     return mmap(NULL, map->length, protection, MAP_SHARED, fd, (off_t)map->begin);
 }
 
+/* -- page tables ----------------------------------------------------------------------------------------------------
+ */
+
+static void populate(const shm_map *map, uint64_t first, uint64_t last) {
+    uint64_t begin = first * SHM_GRANULE, end = last * SHM_GRANULE;
+    end = end < map->length ? end : map->length;
+    if (begin < end) {
+        (void)madvise(map->base + begin, end - begin, map->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+    }
+}
+
+/* What another thread is just filling is left to page faults. */
+static void fill(const shm_map *map, uint64_t offset, uint64_t length) {
+    uint64_t granule = offset / SHM_GRANULE, end = (offset + length - 1) / SHM_GRANULE + 1, first = granule;
+    for (; granule < end; granule++) {
+        _Atomic uint64_t *word = &map->filled[granule / 64];
+        uint64_t bit = UINT64_C(1) << (granule % 64);
+        if ((atomic_load_explicit(word, memory_order_relaxed) & bit) ||
+            (atomic_fetch_or_explicit(word, bit, memory_order_relaxed) & bit)) {
+            populate(map, first, granule);
+            first = granule + 1;
+        }
+    }
+    populate(map, first, end);
+}
+
+void kvx_shm_fill(const shm_import *import, uint64_t offset, uint64_t length) {
+    const shm_map *map = import->map;
+    if (map != NULL && map->filled != NULL) {
+        fill(map, offset + (uint64_t)(import->remote - map->base), length);
+    }
+}
+
+/* A turn of a job in the copy pool; it queues up again behind whatever has come meanwhile. */
+static void ahead_run(kvx_job *job) {
+    shm_map *map = (shm_map *)((char *)job - offsetof(shm_map, ahead));
+    shm_peer *peer = map->peer;
+    shm_transport *shm = peer->shm;
+    uint64_t end = map->length < SHM_AHEAD_MAX ? map->length : SHM_AHEAD_MAX;
+    uint64_t left = end - map->ahead_at, turn = left < SHM_AHEAD_TURN ? left : SHM_AHEAD_TURN;
+    pthread_mutex_lock(&shm->lock);
+    bool wanted = !map->unwanted && !peer->lost && !peer->closing;
+    pthread_mutex_unlock(&shm->lock);
+    if (wanted && turn != 0) {
+        fill(map, map->ahead_at, turn);
+        map->ahead_at += turn;
+        kvx_core_job_post(shm->core, job);
+        return;
+    }
+    pthread_mutex_lock(&shm->lock);
+    if (--map->imports == 0) {
+        peer->idle_maps++;
+        kvx_shm_todo(peer); /* it may have been waited for */
+    }
+    pthread_mutex_unlock(&shm->lock);
+}
+
+/* With the lock held, by the thread that made the map. */
+static void ahead_begin(shm_map *map) {
+    if (map->filled != NULL) {
+        map->imports++;
+        map->ahead.run = ahead_run;
+        kvx_core_job_post(map->peer->shm->core, &map->ahead);
+    }
+}
+
+/* -- a map for an import
+ * ------------------------------------------------------------------------------------------------
+ */
+
 /* A new map like `wanted`, unless one that is there will do. */
 static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int fd, int *errno_p) {
     shm_peer *peer = import->peer;
@@ -175,6 +245,7 @@ static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int 
     map_to_front(map);
     peer->idle_maps++;
     map_join(map, import, at);
+    ahead_begin(map);
     pthread_mutex_unlock(&shm->lock);
     return KVX_OK;
 }
@@ -219,37 +290,6 @@ void kvx_shm_unview(shm_import *import) {
         kvx_mapping_drop(import->view, import->view_length, import->viewed);
         import->view = NULL;
     }
-}
-
-/* -- page tables ----------------------------------------------------------------------------------------------------
- */
-
-static void populate(const shm_map *map, uint64_t first, uint64_t last) {
-    uint64_t begin = first * SHM_GRANULE, end = last * SHM_GRANULE;
-    end = end < map->length ? end : map->length;
-    if (begin < end) {
-        (void)madvise(map->base + begin, end - begin, map->writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-    }
-}
-
-/* What another thread is just filling is left to page faults. */
-void kvx_shm_fill(const shm_import *import, uint64_t offset, uint64_t length) {
-    const shm_map *map = import->map;
-    if (map == NULL || map->filled == NULL) {
-        return;
-    }
-    offset += (uint64_t)(import->remote - map->base);
-    uint64_t granule = offset / SHM_GRANULE, end = (offset + length - 1) / SHM_GRANULE + 1, first = granule;
-    for (; granule < end; granule++) {
-        _Atomic uint64_t *word = &map->filled[granule / 64];
-        uint64_t bit = UINT64_C(1) << (granule % 64);
-        if ((atomic_load_explicit(word, memory_order_relaxed) & bit) ||
-            (atomic_fetch_or_explicit(word, bit, memory_order_relaxed) & bit)) {
-            populate(map, first, granule);
-            first = granule + 1;
-        }
-    }
-    populate(map, first, end);
 }
 
 /* -- cross-memory attach --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import pytest
 from kvxfer import cli
 from kvxfer.cli.ping import Row, Way, explain, table
 from tests.conftest import slack
+from tests.native.ascend_sim.simulation import Simulation
 
 pytestmark = pytest.mark.once
 
@@ -194,6 +195,7 @@ def test_a_silent_server_is_given_up() -> None:
         (["127.0.0.1:1", "--count", "0"], "--count must be"),
         (["127.0.0.1:1", "--transport", "smh"], "did you mean shm?"),
         (["127.0.0.1:1", "--transport", "loop"], "one of shm, tcp"),
+        (["127.0.0.1:1", "--device", "first"], "--device must be a number"),
         (["127.0.0.1:1", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
     ],
 )
@@ -202,6 +204,58 @@ def test_wrong_usage(words: list[str], expected: str, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().err
     assert expected in shown
     assert shown.count("\n") == 1
+
+
+def test_between_accelerators(tmp_path: Path) -> None:
+    """Over the simulated libraries: what each pair of memories takes, and that nobody believes the figures."""
+    simulation = Simulation(tmp_path / "sim", settings={"HBM": "64M"}).environment()
+    found = {name: simulation[name] for name in simulation if name.startswith(("KVXFER_SIM_", "KVXFER_CANN_"))}
+    on_card = ["--transports", "hixl,shm,tcp", "--ping-device", "1", "--hbm-arena-bytes", "2MiB"]
+    environment = clean_environment(**found, KVXFER_TRANSPORTS="hixl,shm,tcp", KVXFER_HBM_ARENA_BYTES="2MiB")
+
+    def shown(*words: str) -> Ended:
+        command = [sys.executable, "-m", "kvxfer", "ping", "--count", "5", address, *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60 * slack(), env=environment, check=False
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    with daemon(tmp_path / "run", *on_card, **found) as address:
+        everything, one = shown(), shown("--transport", "hixl", "--device", "0")
+    with daemon(tmp_path / "other", "--transports", "hixl,shm,tcp", **found) as address:
+        nothing_shared = shown("--transport", "hixl")
+    assert (everything.returncode, everything.stderr) == (0, "")
+    pairs = {block.partition(":")[0]: block for block in everything.stdout.split("\n\n")}
+    assert re.search(r"^hixl +not usable +moves hbm", pairs["dram to dram"], re.MULTILINE)
+    assert re.search(r"^shm +chosen", pairs["dram to dram"], re.MULTILINE)
+    assert re.search(r"^hixl +chosen +between accelerators", pairs["hbm to hbm"], re.MULTILINE)
+    assert "KVXSim910 (simulated)" in everything.stdout
+    assert everything.stdout.rstrip().endswith("NO FIGURE HERE IS A HARDWARE FIGURE")
+    assert (one.returncode, "hixl hbm-hbm put 4 KiB" in one.stdout, "shm" in one.stdout) == (0, True, False)
+    assert (nothing_shared.returncode, "moves hbm" in nothing_shared.stdout) == (1, True)
+
+
+def test_a_card_that_a_daemon_does_not_have_is_a_warning(tmp_path: Path) -> None:
+    with daemon(tmp_path / "run", "--ping-device", "7") as address:
+        assert ping(address, "--transport", "tcp").returncode == 0
+
+
+def test_each_pair_of_memories_has_its_choice() -> None:
+    ways = [
+        Way("hixl", False, "moves hbm only", "dram to dram"),
+        Way("tcp", True, "network", "dram to dram"),
+        Way("hixl", True, "direct", "hbm to hbm"),
+        Way("tcp", True, "staged", "hbm to hbm"),
+    ]
+    assert explain(ways).splitlines() == [
+        "dram to dram:",
+        "hixl  not usable  moves hbm only",
+        "tcp   chosen      network",
+        "",
+        "hbm to hbm:",
+        "hixl  chosen      direct",
+        "tcp   usable too  staged",
+    ]
 
 
 def test_table_is_aligned() -> None:

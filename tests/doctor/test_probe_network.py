@@ -26,6 +26,12 @@ def test_free_ports(tmp_path: Path) -> None:
     assert 4 in network.families
 
 
+def test_ports_of_hixl_are_looked_at_when_they_are_fixed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        network = probe_network(anywhere(tmp_path, hixl_port=other.getsockname()[1]))
+    assert [(bind.option, bind.errno) for bind in network.binds][-1] == ("hixl_port", errno.EADDRINUSE)
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"

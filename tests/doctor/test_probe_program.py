@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 
 import pytest
@@ -34,6 +35,12 @@ def test_transports_of_this_host() -> None:
     assert (seen["shm"].error, seen["shm"].listed, seen["shm"].wanted) == ("", False, False)
     assert "dram" in seen["shm"].memory
     assert seen["ucx"].error
+
+
+def test_a_port_that_the_daemon_holds_is_no_obstacle() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as daemon:
+        seen = probe_transports(Config(data_port=daemon.getsockname()[1]), {})
+    assert not {found.name: found for found in seen}["tcp"].error
 
 
 def test_a_transport_that_cannot_open_says_why() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from examples.demo import compare
 from tests.conftest import slack
+from tests.native.ascend_sim.build import build
 
 pytestmark = pytest.mark.once
 
@@ -105,6 +106,18 @@ def test_a_damaged_cache_is_caught_every_way() -> None:
     assert status == 1, err
     assert len(re.findall(r"^shm +(push|pull|adopt) .* TOKEN \d DIFFERS$", out, re.MULTILINE)) == 3
     assert "every damaged cache gave other tokens" in out
+
+
+@pytest.mark.slow
+def test_caches_on_simulated_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CANN_LIBDIR", str(build()))
+    monkeypatch.setenv("KVXFER_SIM_DIR", str(tmp_path))
+    with Demo("--memory", "hbm", "--transports", "hixl") as demo:
+        status, out, err = demo.end()
+    assert status == 0, err
+    assert len(re.findall(r"^hixl +(push|pull) .* 4 tokens equal$", out, re.MULTILINE)) == 2
+    assert "hbm of 2 x KVXSim910 (simulated)" in out
+    assert "no figure of a simulator is a hardware figure" in out
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, "decode worker"), (signal.SIGTERM, "starting daemons")])

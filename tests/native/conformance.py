@@ -3,6 +3,9 @@
 A transport joins the suite by its name in `TRANSPORTS`; nothing else is written per transport. The cases are in
 `conformance_moving.py`, `conformance_refusing.py` and `conformance_ending.py`, and run from `test_conformance.py`.
 `loop` reaches its own engine only, so there both sides are one.
+
+"hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go. Those
+need (simulated) cards and a process of their own: `hixl_suite.py`.
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, OpKind, RegionInfo
+from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
+from tests.native.device_bytes import DeviceBytes
 
 TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
+if "KVXFER_CONFORMANCE" in os.environ:
+    TRANSPORTS = tuple(os.environ["KVXFER_CONFORMANCE"].split(","))
 LIMIT_S = 10.0
 READ, WRITE, BOTH = 1, 2, 3
 KIB, MIB = 1024, 1 << 20
@@ -53,7 +59,15 @@ def segments(*rows: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
 class Side:
     """An engine and what it said without being asked."""
 
-    def __init__(self, directory: Path, transports: tuple[str, ...], **changes: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        transports: tuple[str, ...],
+        kind: MemoryKind = MemoryKind.DRAM,
+        device: int | None = None,
+        **changes: Any,
+    ) -> None:
+        self.kind, self.device = kind, device
         values: dict[str, Any] = {
             "engine_id": os.urandom(16),
             "transports": transports,
@@ -95,7 +109,9 @@ class Side:
 
     def alloc(self, length: int) -> tuple[RegionInfo, Bytes]:
         """A new region and its bytes."""
-        region = self.engine.alloc(length)
+        region = self.engine.alloc(length, kind=self.kind, device=self.device)
+        if region.on_device:
+            return region, cast(Bytes, DeviceBytes(self.engine, region))
         return region, np.frombuffer(self.engine.buffer(region), dtype=np.uint8)
 
     def register(self, length: int) -> tuple[RegionInfo, Bytes]:
@@ -104,7 +120,8 @@ class Side:
         return self.engine.register(memory.ctypes.data, length), memory
 
     def make(self, how: str, length: int) -> tuple[RegionInfo, Bytes]:
-        return self.alloc(length) if how == "alloc" else self.register(length)
+        ours = how == "alloc" or self.kind != MemoryKind.DRAM  # registering device memory: test_hixl.py
+        return self.alloc(length) if ours else self.register(length)
 
     def close(self) -> None:
         self.engine.close()
@@ -114,8 +131,13 @@ class Side:
 class Pair:
     """Owner (whose memory is reached) and initiator, with one transport under test."""
 
-    def __init__(self, directory: Path, transport: str) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
+        transport, _, rest = name.partition(":")
+        kinds, _, way = rest.partition(":")
+        owner, _, initiator = (kinds or "dram-dram").partition("-")
+        self.kinds = MemoryKind[owner.upper()], MemoryKind[initiator.upper()]
+        self.way = way
         self.transport = transport
         self.base = transport.removeprefix("fault+")
         self.one_engine = self.base == "loop"
@@ -126,11 +148,15 @@ class Pair:
     def configure(self, **changes: Any) -> None:
         """Open the engines with other settings than the suite's."""
         assert all(side.engine.closed for side in self._sides)
-        self._owner = self.side(**changes)
-        self._initiator = self._owner if self.one_engine else self.side(**changes)
+        self._owner = self.side(0, **changes)
+        self._initiator = self._owner if self.one_engine else self.side(1, **changes)
 
-    def side(self, **changes: Any) -> Side:
-        made = Side(self.directory, (self.transport,), **changes)
+    def side(self, which: int = 0, **changes: Any) -> Side:
+        kind = self.kinds[which]
+        device = None if kind == MemoryKind.DRAM else which
+        if self.way:
+            changes["device_ipc"] = self.way == "copy"
+        made = Side(self.directory, (self.transport,), kind, device, **changes)
         self._sides.append(made)
         return made
 

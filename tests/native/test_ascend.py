@@ -180,13 +180,31 @@ def test_a_broken_library_is_named_with_the_loaders_words(folder: Path) -> None:
     assert f"{folder}/libacl_rt.so: {folder}/libacl_rt.so: file too short" in text
 
 
-@pytest.mark.parametrize("absent", ["libhcomm.so", "liberror_manager.so"])
-def test_a_library_behind_weak_references_must_be_there(absent: str, tmp_path: Path) -> None:
-    """HIXL loads without it, and a call would jump to address 0."""
-    kept = tuple(name for name in ("libhcomm.so", "liberror_manager.so") if name != absent)
-    text = reason(KVXFER_CANN_LIBDIR=str(fakes.toolkit(tmp_path / "lib", weak=kept)))
+WEAK = ("libhcomm.so", "liberror_manager.so")
+WITH_C = [*HIXL.values(), "HixlCSServerCreate"]
+
+
+@pytest.mark.parametrize("absent", WEAK)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_library_behind_weak_references_must_be_loaded(absent: str, there: bool, tmp_path: Path) -> None:
+    """HIXL loads without it, and a call would jump to address 0; that its file is there does not help."""
+    kept = tuple(name for name in WEAK if name != absent)
+    folder = fakes.toolkit(tmp_path / "lib", weak=kept, hixl=WITH_C)
+    if there:
+        fakes.build("", folder / absent)
+    text = reason(KVXFER_CANN_LIBDIR=str(folder))
     assert f"{absent} is not loaded" in text
-    assert kept[0] not in text
+    assert f"{kept[0]} is not loaded" not in text
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_oldest_toolkit_loads_one_of_them_later(there: bool, tmp_path: Path) -> None:
+    folder = fakes.toolkit(tmp_path / "lib", weak=WEAK[1:])
+    if there:
+        fakes.build("", folder / WEAK[0])
+        assert "toolkit='8.5'" in facts(KVXFER_CANN_LIBDIR=str(folder))
+    else:
+        assert f"{folder}/libhcomm.so: not there" in reason(KVXFER_CANN_LIBDIR=str(folder))
 
 
 def test_missing_symbols_are_listed(tmp_path: Path) -> None:
@@ -314,6 +332,7 @@ assert text() == ""
 assert table.disconnect(engine[0], b"127.0.0.1:8", 1000, ffi.NULL) == 207
 assert text() == "an exception came out of the HIXL library: of an unknown type"
 assert table.engine_close(engine[0], raw) == 207
+assert "too late" in text()
 print("well")
 """
     )
@@ -382,6 +401,8 @@ assert table.submit(last, b"127.0.0.1:5", True, ffi.NULL, 0, handle, raw) == 2
 value = ffi.new("int32_t *")
 assert table.capability(1, value, raw) == 304
 assert table.engine_close(last, raw) == 0
+assert table.engine_close(last, raw) == 13, "twice"
+assert table.connect(last, b"127.0.0.1:5", 1000, raw) == 13, "too late"
 assert table.engine_close(ffi.NULL, raw) == 2
 print("well")
 """

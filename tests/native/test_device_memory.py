@@ -184,6 +184,17 @@ async def test_pinned_host_memory() -> None:
 
 
 @simulated()
+async def test_pinned_memory_by_numa_node() -> None:
+    with opened() as engine:
+        anywhere = engine.alloc(MIB, kind=PINNED, device=0)
+        near = [engine.alloc(MIB // 2, 0, kind=PINNED, device=0) for _ in range(2)]
+        assert anywhere.numa == "none"
+        assert {region.numa for region in near} <= {"bound", "not applied"}  # containers may not choose
+        assert {region.numa_node for region in near} == {0 if near[0].numa == "bound" else -1}
+        assert engine.device(0).registrations == 2, "an arena is on one node"
+
+
+@simulated()
 async def test_pinned_memory_that_is_looked_at_goes_with_its_last_view() -> None:
     with opened() as engine:
         region = engine.alloc(MIB, kind=PINNED, device=0)

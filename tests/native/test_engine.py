@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from kvxfer import numa
 from kvxfer.errors import (
     ClosedError,
     ConfigError,
@@ -100,6 +101,21 @@ def test_the_loop_transport_is_always_there() -> None:
     assert loop.same_host
     assert not loop.can_map
     engine.close()
+
+
+def test_its_threads_run_on_the_node_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(numa, "nodes", lambda root: (0,))
+    monkeypatch.setattr(numa, "node_cpus", lambda node, root: (one,))
+    before = threads()
+    engine = Engine(config(numa_node="0"))
+    made = [os.sched_getaffinity(int(thread)) for thread in threads() - before]
+    engine.close()
+    assert engine.numa == "bound"
+    assert len(made) >= 2
+    assert all(cpus == {one} for cpus in made)
+    with pytest.raises(UsageError, match="no such NUMA node"):
+        Engine(config(numa_node="7"))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -159,6 +159,31 @@ async def test_between_processes_each_byte_is_copied_once(how: str) -> None:
         assert (pair.engine.mapping(pair.handle) is None) == (how == "register")
 
 
+def mapped_bytes() -> int:
+    """Shared memory in our page tables."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) * KIB
+
+
+async def test_page_tables_are_filled_before_anybody_needs_them() -> None:
+    async with apart("alloc", 16 * MIB) as pair:
+        before = mapped_bytes()
+        assert (await pair.import_()).status == 0
+        await eventually(lambda: mapped_bytes() - before >= 16 * MIB)
+        assert (await settled(pair.one(OpKind.PUT, MIB))).status == 0
+        assert mapped_bytes() - before < 17 * MIB  # that was already there
+
+
+async def test_a_mapping_that_goes_while_it_is_being_filled() -> None:
+    async with apart("alloc", 64 * MIB) as pair:
+        before = mapped_bytes()
+        for _ in range(4):
+            assert (await pair.import_()).status == 0
+            assert (await within(pair.engine.close_peer(pair.peer))).kind == EventKind.PEER_CLOSED
+            await eventually(lambda: mapped_bytes() - before < MIB)
+            await pair.connect()
+
+
 async def test_thousands_of_segments_by_cross_memory_attach() -> None:
     async with apart("register") as pair:
         assert (await pair.import_()).status == 0

@@ -130,8 +130,8 @@ Status Hixl::GetCapability(FeatureType feature, int32_t &value) {
 
 } // namespace hixl
 
-/* One name of the C interface, which came with 9.0: that it is there tells the toolkit. Its layouts changed in 9.1 under
- * the same names, so nobody may call it. */
+/* One name of the C interface, which came with 9.0: that it is there tells the toolkit. Its layouts changed in 9.1
+ * under the same names, so nobody may call it. */
 extern "C" KVXSIM_VISIBLE uint32_t HixlCSServerCreate(const void *, const void *, void **) {
     kvxsim_fault("HixlCSServerCreate was called");
     return kvxsim::kUnsupported;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,14 +34,12 @@ class Simulation:
         return kept | {f"KVXFER_SIM_{name}": value for name, value in (dict(self.settings) | more).items()}
 
     def control(self, pid: int | None = None, **values: object) -> None:
-        """Faults from now on, for all processes or for one: what was said before is gone. ``control()`` ends them.
-
-        The libraries look at most once a millisecond.
-        """
+        """Faults from now on, for all processes or for one: what was said before is gone. ``control()`` ends them."""
         path = self.directory / ("control" if pid is None else f"control.{pid}")
         fresh = path.with_suffix(path.suffix + ".new")
         fresh.write_text("".join(f"KVXFER_SIM_{name}={value}\n" for name, value in values.items()))
         fresh.rename(path)
+        time.sleep(0.002)  # the libraries look again after a millisecond
 
     def log(self) -> list[str]:
         path = self.directory / "sim.log"

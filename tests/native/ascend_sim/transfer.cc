@@ -116,8 +116,6 @@ uint32_t Engine::prepare(const std::shared_ptr<Link> &link, bool write, const st
     if (slots_ >= static_cast<size_t>(kvxsim_number("SLOTS", 512)))
         return kvxsim_error(kExhausted, "transfer: no stream is free (%zu in use)", slots_);
     slots_++;
-    if (active_.empty() && !current_)
-        free_ns_ = kvxsim_now_ns();
     active_.push_back(request);
     moved_.notify_all();
     *request_p = request;
@@ -263,6 +261,7 @@ void Engine::move() {
     std::unique_lock<std::mutex> guard(moving_);
     while (running_) {
         if (active_.empty()) {
+            free_ns_ = 0; /* idle time is no credit */
             moved_.wait(guard, [this] { return !running_ || !active_.empty(); });
             continue;
         }
@@ -273,6 +272,7 @@ void Engine::move() {
             ++next;
         }
         if (next == active_.end()) {
+            free_ns_ = 0;
             moved_.wait_for(guard, std::chrono::nanoseconds(soonest - now));
             continue;
         }
@@ -375,7 +375,7 @@ void Engine::wait_turn(uint64_t bytes) {
     double gbps = kvxsim_number("GBPS", 0);
     if (gbps <= 0)
         return;
-    if (free_ns_ + 100000000 < now)
+    if (free_ns_ == 0)
         free_ns_ = now;
     free_ns_ += static_cast<uint64_t>(static_cast<double>(bytes) / gbps);
     if (free_ns_ > now + 20000)

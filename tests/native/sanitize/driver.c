@@ -9,7 +9,7 @@
 #include "harness.h"
 
 static int usage(void) {
-    fprintf(stderr, "usage: driver roundtrip|storm|close|kill|hostile TRANSPORT DIR SEED ROUNDS\n");
+    fprintf(stderr, "usage: driver roundtrip|storm|close|kill|hostile|device TRANSPORT DIR SEED ROUNDS\n");
     return 2;
 }
 
@@ -36,6 +36,8 @@ int main(int argc, char **argv) {
         scenario_kill(transport, dir, rounds, argv[0]);
     } else if (strcmp(scenario, "hostile") == 0) {
         scenario_hostile(transport, dir, rounds);
+    } else if (strcmp(scenario, "device") == 0) {
+        scenario_device(transport, dir, rounds);
     } else {
         return usage();
     }

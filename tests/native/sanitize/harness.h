@@ -99,6 +99,7 @@ void scenario_storm(const char *transport, const char *dir, int rounds);
 void scenario_close(const char *transport, const char *dir, int rounds);
 void scenario_kill(const char *transport, const char *dir, int rounds, const char *self);
 void scenario_hostile(const char *transport, const char *dir, int rounds);
+void scenario_device(const char *transport, const char *dir, int rounds);
 int kill_child(const char *transport, const char *dir, const char *role);
 
 #endif

@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1:history_size=4",
 }
+DEVICE = "device"  # over simulated cards, and no transport of its own: runs with `loop` only
 # (scenario, rounds, needs another process)
 SCENARIOS = (
     ("roundtrip", 1, False),
@@ -37,6 +38,7 @@ SCENARIOS = (
     ("close", 12, False),
     ("kill", 4, True),
     ("hostile", 6, True),
+    (DEVICE, 60, False),
 )
 TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
 FAULTY = ("storm", "close")  # scenarios that expect nothing of an operation but its end
@@ -89,6 +91,14 @@ def build(sanitizer: str) -> Path:
     return driver
 
 
+def cards(directory: str) -> dict[str, str]:
+    """Simulated ones, with so little memory that it is full now and then."""
+    sys.path.insert(0, str(ROOT))
+    from tests.native.ascend_sim.build import build as libraries
+
+    return {"KVXFER_CANN_LIBDIR": str(libraries()), "KVXFER_SIM_DIR": directory + "/sim", "KVXFER_SIM_HBM": "24M"}
+
+
 def run(driver: Path, scenario: str, transport: str, seed: int, rounds: int) -> tuple[bool, str]:
     """Whether the scenario ended well, and what it printed."""
     with tempfile.TemporaryDirectory(prefix="kvx") as directory:
@@ -96,7 +106,7 @@ def run(driver: Path, scenario: str, transport: str, seed: int, rounds: int) -> 
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **(cards(directory) if scenario == DEVICE else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -126,6 +136,8 @@ def main() -> int:
             for transport in args.transport or TRANSPORTS:
                 chosen = not args.scenario or scenario in args.scenario
                 if not chosen or (apart and transport == "loop") or ("+" in transport and scenario not in FAULTY):
+                    continue
+                if scenario == DEVICE and transport != "loop":
                     continue
                 for seed in range(args.seed, args.seed + args.times):
                     begun = time.monotonic()

@@ -1,0 +1,14 @@
+"""The conformance suite over hixl: run by `test_hixl_conformance.py` in a process that sees simulated cards."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "tests.native.conformance_moving", "tests.native.conformance_refusing", "tests.native.conformance_ending"
+)
+
+from tests.native.conformance import pair  # noqa: E402, F401
+from tests.native.conformance_ending import *  # noqa: E402, F403
+from tests.native.conformance_moving import *  # noqa: E402, F403
+from tests.native.conformance_refusing import *  # noqa: E402, F403
