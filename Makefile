@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
