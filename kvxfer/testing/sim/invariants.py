@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.server import Server
 from kvxfer.testing.sim.loop import PROCESS
+from kvxfer.transfer import RUNNING, Transfer
 
 if TYPE_CHECKING:
     from kvxfer.client import Client
@@ -71,6 +72,7 @@ class Oracle:
         self.world = world
         self.violations: list[Violation] = []
         self.caches: dict[SimEngine, Cache] = {}
+        self.pools: dict[Any, Any] = {}  # the landing pools, by the engines of their daemons
         self.every = 1
         self.looks = 0
         self._seen = 0
@@ -95,6 +97,9 @@ class Oracle:
         """A peer writes into memory of ``owner``."""
         if op.done:
             self.wrong("write_after_end", f"a byte of {op.flow} moves although its token has completed")
+        pool = self.pools.get(owner)
+        if pool is not None and any(kept.id == grant.region.info.id for kept in pool._kept):
+            self.wrong("unpinned_write", f"{op.flow} writes into a landing of {owner.process.name} that is free")
         cache = self.caches.get(owner)
         if cache is None or grant.region.info.id != cache.region or not length:
             return
@@ -114,12 +119,18 @@ class Oracle:
         if holders != {f"pull {op.flow}"}:
             self.wrong("unpinned_write", f"{op.flow} reads into {reader.process.name} where {sorted(holders)} is")
 
+    def decided(self, transfer: Transfer) -> None:
+        """A transfer gets its outcome: the first, and the only one."""
+        if transfer.state != RUNNING:
+            self.wrong("outcome_twice", f"transfer {transfer.op_id} was {transfer.state} already")
+
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def follow_daemon(self, daemon: Daemon) -> None:
         """Look at a daemon's books after what it does."""
         server = daemon.server
         assert server is not None
+        self.pools[server.engine] = server.landings
         dispatcher: Any = server.dispatcher
         run = dispatcher.run
 
@@ -241,6 +252,8 @@ class Oracle:
                 "pinned blocks": client.ledger.pinned_blocks,
                 "quarantined blocks": client.ledger.quarantined_blocks,
                 "operations in flight": client.plane._admission.inflight_ops,
+                "transfers": len(client.plane._by_region) + len(client.plane._workers),
+                "regions on their way out": len(client.plane._leaving),
                 "parts that wait": len(client.plane._in_line) + len(client.plane._full),
                 "engine operations": len(engine.ops),
                 "grants": len(engine.grants),

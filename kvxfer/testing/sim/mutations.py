@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvxfer import book as book_module
+from kvxfer import reach as reach_module
 from kvxfer.admission import Admission
 from kvxfer.book import Book
 from kvxfer.client import Client
@@ -37,6 +38,11 @@ def _quarantine_skipped() -> list[Change]:
         client.ledger.release(span)
 
     return [(Client, "release_when_quiet", at_once), (Client, "release_when_settled", settled)]
+
+
+def _generation_not_compared() -> list[Change]:
+    """A descriptor of an earlier registration meets the import of the present one."""
+    return [(reach_module, "_key_of", lambda found: (found.engine_id, found.grant, 0, found.length, found.access, b""))]
 
 
 def _permit_returned_twice() -> list[Change]:
@@ -171,6 +177,7 @@ def _notification_before_bytes() -> list[Change]:
 
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
+    "generation_not_compared": _generation_not_compared,
     "permit_returned_twice": _permit_returned_twice,
     "visible_early": _visible_early,
     "lease_never_expires": _lease_never_expires,

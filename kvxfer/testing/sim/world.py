@@ -287,6 +287,7 @@ class World:
             for owner, name, value in (
                 *replacements(self),
                 (DataPlane, "_submit", _for_its_flow(DataPlane._submit)),
+                (Transfer, "_decide", self._watched(Transfer._decide)),
                 # What sits in sets has the same place in them in every run.
                 (Link, "__hash__", link_hash),
                 (Transfer, "__hash__", lambda transfer: transfer.op_id),
@@ -301,6 +302,13 @@ class World:
             for owner, name, value in reversed(before):
                 setattr(owner, name, value)
             log.setLevel(level)
+
+    def _watched(self, decide: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+        def decided(transfer: Any, state: Any, error: Any) -> None:
+            self.oracle.decided(transfer)
+            decide(transfer, state, error)
+
+        return decided
 
     def _shown(self, deliver: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Each message that is handled, as a line of the trace."""
