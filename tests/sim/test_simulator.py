@@ -104,3 +104,11 @@ def test_small_limits_refuse_and_break_nothing() -> None:
         result = Simulation(seed, plan=plan, **limits).run()
         assert not result.violations, result.violations
         assert "too_many_pending" in result.outcomes or "busy" in result.outcomes
+
+
+@pytest.mark.slow
+def test_a_thousand_nodes() -> None:
+    plan = Plan(hosts=1000, workers=1000, flows=500, faults=True, span_s=2.0)
+    result = Simulation(3, plan=plan).run()
+    assert not result.violations, result.violations
+    assert result.outcomes["done"] > result.parts / 2
