@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -101,6 +101,10 @@ test: check-static ## checks, the suite in three event loop modes, then the sani
 test-asyncio test-debug test-uvloop: build $(VENV)/.dev
 	@echo "== tests, loop mode $(@:test-%=%)"
 	@KVXFER_TEST_LOOP=$(@:test-%=%) $(PYTEST) -q --durations=8 $(ARGS)
+
+SEEDS ?= 1000
+sim: build ## play SEEDS new seeds of simulated clusters, and all that ever failed (ARGS="--help" lists the options)
+	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --jobs $$(nproc) --file tests/sim/seeds.txt $(ARGS)
 
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py

@@ -87,7 +87,7 @@ class Forwarder:
 
     async def _forward(self, link: Link, message: Any, deadline: Deadline) -> None:
         try:
-            reply = await self._ask(message, deadline)
+            reply = await self._ask(link, message, deadline)
             if isinstance(reply, m.Claimed):
                 self._claimed(link, message.rid, reply)
             else:
@@ -97,12 +97,14 @@ class Forwarder:
         finally:
             self._end(link)
 
-    async def _ask(self, message: Any, deadline: Deadline) -> Message:
+    async def _ask(self, link: Link, message: Any, deadline: Deadline) -> Message:
         request = replace(message, node=(), rid=0)
         expected = message.node_id if isinstance(message, m.Claim) else ""
         repeats = 1 if isinstance(message, SAFE_TO_REPEAT) else 0
         while True:
             peer = await self._pool.get(message.node, expected, deadline)
+            if link.closed.done():  # what it would claim now, nobody could use, nor anybody else
+                raise ClosedError("the worker that asked has ended", peer=link.name)
             try:
                 reply = await peer.request(request, timeout=deadline.require("the peer answered"))
             except PeerError:

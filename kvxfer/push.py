@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvxfer.client import Client
 
 LAYERS_IN_FLIGHT_MAX = 8
+COMMITTED = "committed"  # why an owner withdraws an offer that has reached its aim
 
 
 class Push:
@@ -79,6 +80,9 @@ class Push:
         self._entered = False
         self._layers: set[int] = set()
         self._error: KvxferError | None = None
+        self._committing = False
+        self._committed_there = False  # the other side says so; our acknowledgement may still be on its way
+        self._ended_by: KvxferError | None = None
         self.request_id = request_id
         self.bytes_done = 0
         self.transport = ""
@@ -176,10 +180,19 @@ class Push:
         if event.what == "orphaned":
             return  # the data path decides: its own end is noticed by the engine
         if event.what == "lost":
-            self._fail(PeerLost(f"the worker that offered {self.request_id} died"))
+            self._offer_ended(PeerLost(f"the worker that offered {self.request_id} died"))
         elif event.what in ("withdrawn", "expired"):
             code = {"expired": "lease_expired"}.get(event.what, "cancelled")
-            self._fail(from_code(code, event.detail or f"the offer {self.request_id} was {event.what}", by="peer"))
+            self._committed_there |= self._committing and event.detail == COMMITTED
+            detail = event.detail or f"the offer {self.request_id} was {event.what}"
+            self._offer_ended(from_code(code, detail, by="peer"))
+
+    def _offer_ended(self, error: KvxferError) -> None:
+        """Once the commit is on its way the data path decides: this message may have overtaken its acknowledgement."""
+        if self._committing:
+            self._ended_by = self._ended_by or error
+        else:
+            self._fail(error)
 
     # -- layers ---------------------------------------------------------------------------------------------
 
@@ -270,7 +283,15 @@ class Push:
             )
         await self._drain_running()
         tag = tags.pack(tags.COMMIT, self._claim.claim, 0)
-        await self._notify(tag, len(self._layers), self._deadline.require("the push was committed"))
+        left = self._deadline.require("the push was committed")
+        self._committing = True
+        try:
+            await self._notify(tag, len(self._layers), left)
+        except KvxferError:
+            if not self._committed_there:
+                if self._ended_by is not None:
+                    raise self._ended_by from None
+                raise
         self._finish("done", None)
 
     async def _drain_running(self) -> None:

@@ -70,6 +70,28 @@ async def test_requests_to_other_nodes_are_bounded_per_worker() -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def test_nothing_is_claimed_for_a_worker_that_ended_while_its_peer_was_dialled() -> None:
+    """An offer has one place: a claim for a dead worker would use it up."""
+    async with node() as here, node() as there, worker(there) as owner:
+        await owner.ask(m.Post(kind="offer", key="request", lease_s=30.0, claims_max=1))
+        dial, dialled, go_on = here.pool._dial, asyncio.Event(), asyncio.Event()
+
+        async def slow(*arguments: Any) -> Link:
+            dialled.set()
+            await go_on.wait()
+            return await dial(*arguments)
+
+        here.pool._dial = slow
+        async with worker(here) as claimant:
+            claimant.link.notify(m.Claim(kind="offer", key="request", node=there.addresses))
+            await dialled.wait()
+        await until(lambda: not here.workers.links)
+        go_on.set()
+        await until(lambda: here.dispatcher.forwarding.running == 0)  # type: ignore[attr-defined]
+        async with worker(here) as other:
+            await other.ask(m.Claim(kind="offer", key="request", node=there.addresses))
+
+
 async def liar(answer: Any) -> tuple[Any, tuple[str, ...]]:
     """A peer daemon that answers each claim with what ``answer`` makes of the true answer."""
     stack = AsyncExitStack()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 import kvxfer
-from kvxfer.errors import ClosedError, KvxferError, TransferTimeout, UsageError
+from kvxfer.errors import ClosedError, KvxferError, LeaseExpired, PeerLost, TransferTimeout, UsageError
 from kvxfer.push import LAYERS_IN_FLIGHT_MAX
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
+from kvxfer.transfer import Transfer
+from kvxfer.wire.messages import PostingEvent
 from tests.nodes import until
 
 TABLE = scattered(1, 8, 40, 16)
@@ -129,3 +132,33 @@ async def test_a_second_push_to_an_offer_is_refused_and_disturbs_nothing() -> No
             await landing.wait()
         with pytest.raises(UsageError):
             await push.__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("what", "detail", "raised"), [("withdrawn", "committed", None), ("expired", "", LeaseExpired), ("", "", PeerLost)]
+)
+@pytest.mark.parametrize("acknowledged", [True, False])
+async def test_news_of_a_commit_may_overtake_its_acknowledgement(
+    what: str, detail: str, raised: type[KvxferError] | None, acknowledged: bool
+) -> None:
+    """The other side leaves as soon as it has committed, and says so by way of the daemons."""
+    async with two_nodes(["tcp"]) as (a, b):
+        source, sink = await both_caches(a, b)
+        async with b.offer("r", sink, TABLE) as landing:
+            push = a.push("r", to=b.addresses, cache=source, table=TABLE)
+            notify = push._notify
+
+            def overtaken(tag: int, value: int, timeout: float) -> Transfer:
+                commit = notify(tag, value, timeout)
+                if what:
+                    push._on_claim(PostingEvent(posting="0" * 32, claim=1, what=what, detail=detail))
+                if not acknowledged:
+                    commit._fail(PeerLost("the connection ended"))
+                return commit
+
+            push._notify = overtaken  # type: ignore[method-assign]
+            expected = contextlib.nullcontext() if acknowledged or raised is None else pytest.raises(raised)
+            with expected:
+                async with push as tx:
+                    await tx.layers()
+            await landing.wait()

@@ -1,0 +1,185 @@
+"""Deliberate bugs, to see that the simulator sees them.
+
+The idea: each changes one decision of production code (or one promise of the native engine) in the way in which a
+programmer could get it wrong. A simulator that stays green with one of them would be worth little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvxfer import book as book_module
+from kvxfer.admission import Admission
+from kvxfer.book import Book
+from kvxfer.client import Client
+from kvxfer.deadline import Deadline
+from kvxfer.mailbox import Mailboxes
+from kvxfer.offer import Landing
+from kvxfer.postings import Posting
+from kvxfer.registry import Registry
+from kvxfer.testing.sim.engine import SimEngine
+from kvxfer.transfer import Transfer
+
+Change = tuple[Any, str, Any]  # owner, name, what stands there instead
+
+
+def _quarantine_skipped() -> list[Change]:
+    """Blocks are free as soon as their user has left, not when the engine is quiet."""
+    release = Client.release_when_quiet
+
+    def at_once(client: Any, span: Any, quiet: Any) -> Any:
+        client.ledger.release(span)
+        held = client.ledger.acquire(span.region, [], "nobody")
+        return release(client, held, quiet)
+
+    def settled(client: Any, span: Any, transfers: Any) -> None:
+        client.ledger.release(span)
+
+    return [(Client, "release_when_quiet", at_once), (Client, "release_when_settled", settled)]
+
+
+def _permit_returned_twice() -> list[Change]:
+    """The end of an operation gives its place back two times."""
+    done = Admission.done
+
+    def twice(admission: Any, permit: Any) -> Any:
+        state = admission._peers[permit.peer]
+        state.ops -= 1
+        state.bytes -= permit.bytes
+        return done(admission, permit)
+
+    return [(Admission, "done", twice)]
+
+
+def _visible_early() -> list[Change]:
+    """The first layer that arrives counts as all of them."""
+    on_data = Landing._on_data
+
+    def early(landing: Any, event: Any) -> None:
+        on_data(landing, event)
+        if landing._seen and not landing._closed:
+            landing._seen.update(range(landing._cache.layout.geometry.layers))
+            landing._commit(len(landing._seen))
+            landing._wake()
+
+    return [(Landing, "_on_data", early)]
+
+
+def _lease_never_expires() -> list[Change]:
+    """Nobody looks at leases."""
+    expire = Book.expire
+
+    def only_waiters(book: Any, now: float) -> Any:
+        before = dict(book._timeline._current)
+        for key in before:
+            if key[0] == "posting":
+                book._timeline.set(key, now + 1000.0)
+        return expire(book, now)
+
+    return [(Book, "expire", only_waiters)]
+
+
+def _lost_worker_not_told() -> list[Change]:
+    """A dead worker's claimants are not told."""
+    gone = Registry._worker_gone
+
+    def silent(registry: Any, now: float, party: Any) -> Any:
+        gone(registry, now, party)
+        return []
+
+    return [(Registry, "_worker_gone", silent)]
+
+
+def _claim_granted_twice() -> list[Change]:
+    """There is one more place in an offer than there is."""
+
+    def free(posting: Any) -> bool:
+        places = posting.places + (posting.kind == "offer")
+        return not posting.places or posting.spent + len(posting.claims) < places
+
+    return [(Posting, "free", property(free))]
+
+
+def _deadline_ignored() -> list[Change]:
+    """The time that is left never becomes less."""
+    return [
+        (Deadline, "remaining", lambda _: 3600.0),
+        (Transfer, "arm", lambda *_: None),
+        (Landing, "_deadline_fired", lambda _: None),
+    ]
+
+
+def _mail_dropped() -> list[Change]:
+    """A message that nobody listens for is forgotten."""
+    mail = Mailboxes.mail
+
+    def drop(boxes: Any, now: float, sender: Any, channel: str, data: bytes, source: str) -> Any:
+        box = boxes._channels.get(channel)
+        return [] if box is None or box.listener is None else mail(boxes, now, sender, channel, data, source)
+
+    return [(Mailboxes, "mail", drop)]
+
+
+def _stale_incarnation() -> list[Change]:
+    """A restarted daemon inherits the claims of the one before it."""
+
+    def adopt(book: Any, party: Any) -> None:
+        for claim in list(book._orphans.get(party.node_id, {}).values()):
+            book._forget_orphan(claim)
+            book.hand_over(claim, party)
+
+    return [(Book, "adopt_orphans", adopt)]
+
+
+def _secret_not_compared() -> list[Change]:
+    """Any secret opens a ticket."""
+
+    class Equal:
+        @staticmethod
+        def compare_digest(_: Any, __: Any) -> bool:
+            return True
+
+    return [(book_module, "hmac", Equal)]
+
+
+def _cancel_too_early() -> list[Change]:
+    """`cancel` returns although the engine still moves bytes."""
+
+    async def cancel(transfer: Any) -> Any:
+        from kvxfer.errors import TransferCancelled
+
+        transfer.request_cancel(TransferCancelled("cancelled"))
+        return transfer
+
+    return [(Transfer, "cancel", cancel)]
+
+
+def _notification_before_bytes() -> list[Change]:
+    """The engine tells the owner before the bytes are there."""
+    take = SimEngine._take_piece
+
+    def early(engine: Any, op: Any, rows: Any, contents: Any, last: bool) -> None:
+        if op.notify is not None and not op.told and not last:
+            op.told = True
+            engine._notified(op.source.grant, op.notify)
+            op.notify = None
+        take(engine, op, rows, contents, last)
+
+    return [(SimEngine, "_take_piece", early)]
+
+
+MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
+    "quarantine_skipped": _quarantine_skipped,
+    "permit_returned_twice": _permit_returned_twice,
+    "visible_early": _visible_early,
+    "lease_never_expires": _lease_never_expires,
+    "lost_worker_not_told": _lost_worker_not_told,
+    "claim_granted_twice": _claim_granted_twice,
+    "deadline_ignored": _deadline_ignored,
+    "mail_dropped": _mail_dropped,
+    "stale_incarnation": _stale_incarnation,
+    "secret_not_compared": _secret_not_compared,
+    "cancel_too_early": _cancel_too_early,
+    "notification_before_bytes": _notification_before_bytes,
+}
