@@ -240,7 +240,7 @@ static void hixl_query(void *transport, kvx_transport_info *info_p) {
     info_p->alignment = 1; /* of what is offered; arenas are aligned where memory is made */
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 0;
-    info_p->memory = 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED;
+    info_p->memory = info_p->local_memory = 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED;
 }
 
 static int hixl_mem_release(void *transport, kvx_region *region, kvx_grant *grant) {
