@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvxfer.addresses import format_address, parse_address
 from kvxfer.admission import Admission, Permit
+from kvxfer.choice import Choice
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
@@ -35,8 +36,9 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
-from kvxfer.native.status import error_for
-from kvxfer.reach import Choice, Import, Reach
+from kvxfer.native.facts import MemoryKind
+from kvxfer.native.status import Status, error_for
+from kvxfer.reach import Import, Reach
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
@@ -113,6 +115,7 @@ class DataPlane:
         self._by_region: dict[int, set[Transfer]] = {}
         self._grant_watchers: dict[int, Callable[[Event], None]] = {}
         self._regions: dict[int, set[Region]] = {}
+        self._kinds: dict[int, MemoryKind] = {}  # of the regions
         self._leaving: set[Region] = set()
         self._next_op = 0
         self._closing = False
@@ -121,8 +124,8 @@ class DataPlane:
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
     @property
-    def choices(self) -> Mapping[str, Choice]:
-        """Per engine id: which transport was chosen, and why better ones were passed over."""
+    def choices(self) -> Mapping[tuple[str, str], Choice]:
+        """Per engine id and pair of memories: which transport was chosen, and why better ones were passed over."""
         return self._reach.choices
 
     # -- our memory -----------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ class DataPlane:
                 access=grant.access,
                 key=grant.key,
                 kind="hbm" if region.on_device else "dram",
+                pinned=region.kind is MemoryKind.PINNED,
                 expires_in_s=expires_in_s,
                 endpoints=self._endpoints,
             )
@@ -159,6 +163,7 @@ class DataPlane:
     def hold(self, region: Region) -> None:
         """A region exists; it is kept until its release is quiet."""
         self._regions.setdefault(region.id, set()).add(region)
+        self._kinds[region.id] = region.kind
 
     def twins(self, region: Region) -> bool:
         """Whether the same memory is also registered as another region object."""
@@ -191,7 +196,7 @@ class DataPlane:
         known = self._regions[region.id]
         known.discard(region)
         if not known:
-            del self._regions[region.id]
+            del self._regions[region.id], self._kinds[region.id]
         self._leaving.add(region)
         quiet.add_done_callback(lambda _: self._leaving.discard(region))
         return quiet
@@ -221,7 +226,7 @@ class DataPlane:
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
         for part in parts:
             descriptor = part.descriptor
-            ready = self._reach.ready(descriptor)
+            ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
             if ready is not None:
                 self._admit(Work(transfer, part, ready))
             else:
@@ -231,9 +236,15 @@ class DataPlane:
             self._pin(transfer, parts)
         return transfer
 
-    async def prepare(self, descriptor: RemoteDescriptor) -> TransportInfo:
-        """Connect and import ahead of the first transfer; tells which transport will carry it."""
-        return (await self._reach.resolve(descriptor)).route.info
+    async def prepare(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, *, check: bool = False
+    ) -> TransportInfo:
+        """Connect and import ahead of the first transfer; tells which transport will carry it.
+
+        ``local``: the kind of our memory in that transfer; ``check``: it will be checksummed. None stands for
+        whatever the first transport that reaches the remote memory moves.
+        """
+        return (await self._reach.resolve(descriptor, local, check)).route.info
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """Let go of an import that will not be used again, once nothing runs over it."""
@@ -283,16 +294,18 @@ class DataPlane:
 
     async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
         try:
-            ready = await self._resolve(part.descriptor)
+            ready = await self._resolve(part.descriptor, self._kinds.get(part.region), part.check)
         except KvxferError as error:
             transfer.part_ended(None, 0, error)
         else:
             self._admit(Work(transfer, part, ready))
 
-    async def _resolve(self, descriptor: RemoteDescriptor) -> Import:
+    async def _resolve(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None, check: bool = False, mapped: bool = False
+    ) -> Import:
         """An import that is live now: it may have gone again before its waiter had its turn."""
         for _ in range(RESOLVES_MAX):
-            found = await self._reach.resolve(descriptor)
+            found = await self._reach.resolve(descriptor, local, check, mapped)
             if self._reach.is_live(found):
                 return found
         raise PeerLost("the connection ends as soon as it is made", peer=descriptor.node_id)
@@ -370,8 +383,18 @@ class DataPlane:
         """One part is over: its place in the window goes to whoever is next."""
         permit, work.permit = work.permit, None
         started = [] if permit is None else self._admission.done(permit)
-        work.transfer.part_ended(token, moved_bytes, error)
+        if error is None or not self._goes_on(work, token, moved_bytes, error):
+            work.transfer.part_ended(token, moved_bytes, error)
         self._start_admitted(started)
+
+    def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError) -> bool:
+        """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried."""
+        if error.status != Status.UNSUPPORTED or moved_bytes or work.transfer.cancelling is not None or self._closing:
+            return False
+        self._reach.pass_over(work.ready, error.message)
+        work.transfer.token_ended(token)
+        self._resolve_first(work.transfer, work.part)
+        return True
 
     def _leave(self, work: Work) -> None:
         """A part that waits is given up before it reached the engine."""
@@ -447,7 +470,7 @@ class DataPlane:
         """
         if descriptor.kind != "dram":
             raise TransportError("memory of an accelerator cannot be mapped", peer=descriptor.node_id, hint="use get")
-        found = await self._resolve(descriptor)
+        found = await self._resolve(descriptor, None, mapped=True)
         view = self.engine.mapping(found.handle)
         if view is None:
             self._reach.forget(descriptor)
@@ -498,6 +521,7 @@ class DataPlane:
         for region in [region for same in self._regions.values() for region in same]:
             region.plane_closed()
         self._regions.clear()
+        self._kinds.clear()
 
 
 def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:

@@ -54,7 +54,7 @@ class RemoteDescriptor:
     """What a peer needs to reach a part of a region. Lengths in bytes, ``expires_in_s`` in seconds from receipt.
 
     ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is the owner engine's
-    own random id: a restarted owner has another one.
+    own random id: a restarted owner has another one. ``pinned``: host memory that an accelerator's DMA reaches too.
     """
 
     node_id: str
@@ -67,6 +67,7 @@ class RemoteDescriptor:
     access: int
     key: bytes = field(repr=False)
     kind: str = "dram"
+    pinned: bool = False
     expires_in_s: float | None = None
     endpoints: Mapping[str, tuple[str, ...]]
 
@@ -79,6 +80,8 @@ class RemoteDescriptor:
         _require(self.access in ACCESS_NAMES, "access must be r, w or rw", self.access)
         _require(isinstance(self.key, bytes) and len(self.key) == 16, "key must be 16 bytes", type(self.key))
         _require(self.kind in ("dram", "hbm"), "kind must be dram or hbm", self.kind)
+        host = self.pinned is False or (self.pinned is True and self.kind == "dram")
+        _require(host, "pinned must be true or false, and only of dram", self.pinned)
         _require(self.expires_in_s is None or _is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s)
         _require(1 <= len(self.endpoints) <= ENDPOINTS_MAX, f"1 to {ENDPOINTS_MAX} endpoints", len(self.endpoints))
         for name, candidates in self.endpoints.items():
@@ -89,7 +92,7 @@ class RemoteDescriptor:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of strings and numbers: survives JSON and msgpack."""
-        return {
+        described = {
             "v": DESCRIPTOR_VERSION,
             "node_id": self.node_id,
             "incarnation": self.incarnation,
@@ -104,6 +107,8 @@ class RemoteDescriptor:
             "expires_in_s": self.expires_in_s,
             "endpoints": {name: list(candidates) for name, candidates in self.endpoints.items()},
         }
+        # Told only where it is so: those who do not know the word reach the memory as any other host memory.
+        return described | ({"pinned": True} if self.pinned else {})
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RemoteDescriptor:
@@ -124,6 +129,7 @@ class RemoteDescriptor:
                 access=ACCESS_BY_NAME.get(raw["access"], 0),
                 key=bytes.fromhex(raw["key"]),
                 kind=raw["kind"],
+                pinned=raw.get("pinned", False),
                 expires_in_s=None if expires is None else float(expires),
                 endpoints=endpoints,
             )

@@ -20,7 +20,7 @@ from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible
-from kvxfer.native.engine import OpKind
+from kvxfer.native.engine import MemoryKind, OpKind
 from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
 
@@ -124,21 +124,35 @@ class Reaching:
     def __init__(self) -> None:
         self._limit: asyncio.Timeout | None = None
 
-    async def reach(self, plane: DataPlane, descriptors: Sequence[RemoteDescriptor], deadline: Deadline) -> str:
-        """Import all of them; the name of the transport that will carry the bytes."""
-        name = ""
+    async def reach(self, plane: DataPlane, cache: KVCache, peer: Posting, deadline: Deadline) -> str:
+        """Import all of the peer's memory; the names of the transports that will carry the bytes."""
+        names: dict[str, None] = {}
         try:
             async with deadline.bound("the other side's memory was reached") as self._limit:
-                for descriptor in descriptors:
-                    name = (await plane.prepare(descriptor)).name
+                for theirs, kinds in _pairs(cache, peer).items():
+                    for kind in kinds:
+                        names[(await plane.prepare(peer.descriptors[theirs], kind, check=peer.check)).name] = None
+                for theirs in range(len(peer.descriptors)):
+                    await plane.prepare(peer.descriptors[theirs])  # may only be told something
         finally:
             self._limit = None
-        return name
+        return ",".join(names)
 
     def end(self) -> None:
         """The flow has failed: nobody needs to wait any longer."""
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+def _pairs(cache: KVCache, peer: Posting) -> dict[int, list[MemoryKind]]:
+    """Which of the peer's descriptors meet which kinds of memory of ours: each layer moves between its two places."""
+    found: dict[int, list[MemoryKind]] = {}
+    for ours, theirs in zip(cache.layout.placements, peer.layout.placements, strict=False):
+        kinds = found.setdefault(theirs.region, [])
+        kind = cache.regions[ours.region].kind
+        if kind not in kinds:
+            kinds.append(kind)
+    return found
 
 
 @contextmanager

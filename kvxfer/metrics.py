@@ -165,11 +165,32 @@ def _engine_totals(totals: Totals) -> Iterator[Metric]:
             moved.add_metric((transport, direction), row[f"{direction}_bytes"])
     yield transfers
     yield moved
+    yield from _choices(totals)
     for name, text in ENGINE_COUNTERS.items():
         family = CounterMetricFamily(f"kvxfer_{name}", text, labels=("transport",))
         for transport, row in totals.items():
             family.add_metric((transport,), row[name])
         yield family
+
+
+PASSED_OVER = ("memory", "checksum", "not_offered", "unreachable", "refused")
+
+
+def _choices(totals: Totals) -> Iterator[Metric]:
+    chosen = CounterMetricFamily(
+        "kvxfer_transport_chosen", "Grants of peers that are reached by this transport.", labels=("transport",)
+    )
+    passed = CounterMetricFamily(
+        "kvxfer_transport_passed_over",
+        "How often this transport was not taken for a grant although others were less preferred, and why.",
+        labels=("transport", "reason"),
+    )
+    for transport, row in totals.items():
+        chosen.add_metric((transport,), row["chosen"])
+        for reason in PASSED_OVER:
+            passed.add_metric((transport, reason), row[f"passed_{reason}"])
+    yield chosen
+    yield passed
 
 
 ENGINE_COUNTERS: Mapping[str, str] = {

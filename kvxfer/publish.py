@@ -314,7 +314,7 @@ class Pull:
         )
 
     async def _read(self, mapping: Plan, peer: Posting, deadline: Deadline) -> str:
-        transport = await self._reaching.reach(self._client.plane, peer.descriptors, deadline)
+        transport = await self._reaching.reach(self._client.plane, self._cache, peer, deadline)
         waiting: list[tuple[int, Transfer]] = []
         for layer in range(self._cache.layout.geometry.layers):
             if len(waiting) >= LAYERS_IN_FLIGHT_MAX:

@@ -100,7 +100,7 @@ class Push:
             self._peer = await self._read(body)
             plan = await negotiate(self._cache.layout, self._table, self._peer.layout, self._peer.table)
             self._raise_if_failed()
-            self.transport = await self._reaching.reach(self._client.plane, self._peer.descriptors, deadline)
+            self.transport = await self._reaching.reach(self._client.plane, self._cache, self._peer, deadline)
             self._raise_if_failed()
             self._plan = plan
         except BaseException as error:

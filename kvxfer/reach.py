@@ -1,8 +1,9 @@
 """Reaching other engines: which transport leads to a descriptor's owner, connections, and imported grants.
 
-A descriptor is resolved once. The transports are tried in the order of their rank, each with the owner's candidate
-endpoints, until one both connects and can import the grant; the reasons of those passed over are kept (`choices`).
-Connecting and importing are shared by everybody who waits for the same, and go on when one of them gives up.
+A descriptor is resolved once for each kind of memory of ours that is used with it (`choice.py`). The transports are
+tried in order, each with the owner's candidate endpoints, until one both connects and can import the grant; the reasons
+of those passed over are kept (`choices`). Connecting and importing are shared by everybody who waits for the same, and
+go on when one of them gives up.
 
 An import is known by everything that makes it a capability, the key included: a descriptor that only claims to be of
 the same engine and grant never meets the import of the genuine one.
@@ -11,14 +12,17 @@ the same engine and grant never meets the import of the genuine one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvxfer.choice import Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerError, PeerLost, PeerUnreachable, ProtocolError, TransportError, UnknownRegion, UsageError
 from kvxfer.native.engine import Engine, TransportInfo
+from kvxfer.native.facts import ChoiceKind, MemoryKind
 from kvxfer.native.status import error_for
 from kvxfer.tasks import TaskOwner, shared
 
@@ -26,8 +30,12 @@ IMPORTS_IDLE_MAX = 4096
 CHOICES_MAX = 1024
 DOWN_EARLY_MAX = 1024
 ImportKey = tuple[str, int, int, int, int, bytes]
+WayKey = tuple[ImportKey, int]  # and the transport's index
+NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`number_of`)
 K = TypeVar("K")
 T = TypeVar("T")
+
+log = logging.getLogger("kvxfer.reach")
 
 
 @dataclass(slots=True)
@@ -38,30 +46,23 @@ class Route:
     info: TransportInfo
     endpoint: str
     peer: int
-    imports: set[ImportKey] = field(default_factory=set)
+    imports: set[WayKey] = field(default_factory=set)
     down: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Import:
-    """A remote grant that is ready for use. ``unwanted``: it goes when the last user has gone."""
+    """A remote grant that is ready for use. ``unwanted``: it goes when the last user has gone. ``needs``: what it was
+    chosen for.
+    """
 
-    key: ImportKey
+    key: WayKey
     route: Route
     handle: int
     length: int
     users: int = 0
     unwanted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Why a transport was chosen for an engine, and why better ones were not."""
-
-    engine_id: str
-    transport: str
-    endpoint: str
-    passed_over: tuple[str, ...]
+    needs: set[NeedKey] = field(default_factory=set)
 
 
 class Reach:
@@ -71,74 +72,168 @@ class Reach:
         self.engine = engine
         self._tasks = tasks
         self._allowed = None if allowed is None else frozenset(allowed)
+        self._engine_id = engine.engine_id.hex()
         self._transports = sorted(engine.transports, key=lambda info: info.rank)
         self._routes: dict[tuple[str, int, str], Route] = {}
         self._routes_by_peer: dict[int, Route] = {}
         self._connecting: dict[tuple[str, int, str], asyncio.Task[Route]] = {}
-        self._imports: OrderedDict[ImportKey, Import] = OrderedDict()
-        self._resolving: dict[ImportKey, asyncio.Task[Import]] = {}
+        self._imports: OrderedDict[WayKey, Import] = OrderedDict()
+        self._chosen: dict[NeedKey, Import] = {}
+        self._importing: dict[WayKey, asyncio.Task[Import]] = {}
+        self._resolving: dict[NeedKey, asyncio.Task[Import]] = {}
         self._unwanted: set[ImportKey] = set()  # of those being resolved
+        self._unfit: OrderedDict[WayKey, PassedOver] = OrderedDict()  # found out by trying
         self._down_early: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
-        self.choices: OrderedDict[str, Choice] = OrderedDict()
+        self.choices: OrderedDict[tuple[str, str], Choice] = OrderedDict()
 
-    def ready(self, descriptor: RemoteDescriptor) -> Import | None:
-        """The import of a descriptor, if there is one."""
-        return self._imports.get(_key_of(descriptor))
+    def ready(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
+    ) -> Import | None:
+        """The import of a descriptor for this need, if there is one."""
+        need_key = _need_key(descriptor, number_of(local, check, mapped))
+        found = self._chosen.get(need_key)
+        if found is None and any((need_key[:-1], info.index) in self._imports for info in self._transports):
+            found = self._at_once(need_key, Need(local, kind_there(descriptor), check, mapped), descriptor)
+        return found
+
+    def _at_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import | None:
+        """The best transport for this need may have the import already, made for another one."""
+        key = need_key[:-1]
+        found, passed = self._any_way(key, need), self._missing(descriptor)
+        for info, verdict in self._judged(key, need, descriptor):
+            if found is not None or verdict is None:
+                found = found or self._imports.get((key, info.index))
+                break
+            passed.append(verdict)
+        if found is None or found.unwanted:
+            return None
+        if need.local is not None:
+            self._remember(need, found, passed)
+        found.needs.add(need_key)
+        self._chosen[need_key] = found
+        return found
+
+    def _judged(
+        self, key: ImportKey, need: Need, descriptor: RemoteDescriptor
+    ) -> Iterator[tuple[TransportInfo, PassedOver | None]]:
+        """The transports in order, with what is known against each."""
+        for info in in_order(self._transports, need):
+            if info.own_engine and descriptor.engine_id != self._engine_id:
+                continue
+            yield info, self._unfit.get((key, info.index)) or self._forbidden(info) or unfit(info, need, descriptor)
 
     def is_live(self, found: Import) -> bool:
         """False once it was dropped."""
         return self._imports.get(found.key) is found
 
-    async def resolve(self, descriptor: RemoteDescriptor) -> Import:
+    async def resolve(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
+    ) -> Import:
         """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
-        key = _key_of(descriptor)
-        ready = self._imports.get(key)
+        need_key = _need_key(descriptor, number_of(local, check, mapped))
+        ready = self._chosen.get(need_key)
         if ready is not None:
             ready.unwanted = False
-            self._imports.move_to_end(key)
+            self._imports.move_to_end(ready.key)
             return ready
-        self._unwanted.discard(key)
-        pending = self._resolving.get(key)
+        self._unwanted.discard(_key_of(descriptor))
+        pending = self._resolving.get(need_key)
         if pending is None:
-            pending = self._tasks.run(self._resolve_once(key, descriptor), f"import grant {descriptor.grant}")
-            self._resolving[key] = pending
-            pending.add_done_callback(lambda done: _forget_task(self._resolving, key, done))
+            need = Need(local, kind_there(descriptor), check, mapped)
+            pending = self._tasks.run(
+                self._resolve_once(need_key, need, descriptor), f"import grant {descriptor.grant}"
+            )
+            self._resolving[need_key] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._resolving, need_key, done))
         return await shared(pending)
 
-    async def _resolve_once(self, key: ImportKey, descriptor: RemoteDescriptor) -> Import:
-        found = await self._try_transports(key, descriptor)
-        self._imports[key] = found
+    async def _resolve_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+        key = _key_of(descriptor)
+        found = self._any_way(key, need)
+        if found is None:
+            found = await self._try_transports(key, need, descriptor)
+        if self.is_live(found):
+            found.needs.add(need_key)
+            self._chosen[need_key] = found
         if key in self._unwanted:
             # Whoever still waits for it finds that it is not live, and resolves anew.
-            self._unwanted.discard(key)
-            self.drop(found)
+            if not any(other != need_key and other[:-1] == key for other in self._resolving):
+                self._unwanted.discard(key)
+            found.unwanted = True
+            self.left(found)
         self._evict_idle()
         return found
 
-    async def _try_transports(self, key: ImportKey, descriptor: RemoteDescriptor) -> Import:
-        reasons: list[str] = []
-        for info in self._transports:
-            candidates = descriptor.endpoints.get(info.name, ())
-            if self._allowed is not None and info.name not in self._allowed:
-                candidates = ()
-            for endpoint in candidates:
+    def _any_way(self, key: ImportKey, need: Need) -> Import | None:
+        """A notification alone goes the way that the grant is reached by already, if there is one."""
+        if need.local is not None or need.mapped:
+            return None
+        ways = (self._imports.get((key, info.index)) for info in self._transports)
+        return next((found for found in ways if found is not None and not found.unwanted), None)
+
+    async def _try_transports(self, key: ImportKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+        passed = self._missing(descriptor)
+        for info, verdict in self._judged(key, need, descriptor):
+            if verdict is not None:
+                passed.append(verdict)
+                continue
+            for endpoint in descriptor.endpoints[info.name]:
                 try:
-                    found = await self._by_route(key, info, endpoint, descriptor)
+                    found = await self._shared_import((key, info.index), info, endpoint, descriptor)
                 except (PeerError, ProtocolError, TransportError) as error:
-                    reasons.append(f"{info.name} {endpoint}: {error.message}")
+                    kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
+                    passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
                     continue
-                self._remember(Choice(descriptor.engine_id, info.name, endpoint, tuple(reasons)))
+                self._remember(need, found, passed)
                 return found
+        self._count(passed)
         raise PeerUnreachable(
-            "no transport reaches the owner of this descriptor" + "".join(f"; {reason}" for reason in reasons),
+            f"no transport reaches the owner of this descriptor, {need.pair}"
+            + "".join(f"; {one.text}" for one in passed),
             peer=descriptor.node_id,
             it_offers=", ".join(descriptor.endpoints),
             we_have=", ".join(info.name for info in self._transports),
         )
 
-    async def _by_route(
-        self, key: ImportKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+    def _missing(self, descriptor: RemoteDescriptor) -> list[PassedOver]:
+        """What the owner offers, and this machine was asked for but does not have."""
+        return [
+            PassedOver(None, ChoiceKind.REFUSED, f"{name}: not available here: {why}")
+            for name, why in self.engine.unavailable.items()
+            if name in descriptor.endpoints
+        ]
+
+    def _forbidden(self, info: TransportInfo) -> PassedOver | None:
+        if self._allowed is None or info.name in self._allowed:
+            return None
+        return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
+
+    async def _shared_import(
+        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
     ) -> Import:
+        """Over each transport a grant is imported once, whatever it is needed for."""
+        known = self._imports.get(way)
+        if known is not None:
+            known.unwanted = False
+            return known
+        pending = self._importing.get(way)
+        if pending is None:
+            pending = self._tasks.run(
+                self._by_route(way, info, endpoint, descriptor), f"import grant {descriptor.grant} by {info.name}"
+            )
+            self._importing[way] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._importing, way, done))
+        return await shared(pending)
+
+    def pass_over(self, found: Import, why: str) -> None:
+        """This grant cannot be used over this transport after all: the next one is tried from now on."""
+        info = found.route.info
+        self._unfit[found.key] = PassedOver(info, ChoiceKind.REFUSED, f"{info.name} {found.route.endpoint}: {why}")
+        while len(self._unfit) > CHOICES_MAX:
+            self._unfit.popitem(last=False)
+        self.drop(found)
+
+    async def _by_route(self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead."""
         old = self._routes.get((descriptor.engine_id, info.index, endpoint))
         if old is not None:
@@ -149,10 +244,26 @@ class Reach:
                     self.peer_down(old.peer)
         return await self._import(key, await self._route(descriptor.engine_id, info, endpoint), descriptor)
 
-    def _remember(self, choice: Choice) -> None:
-        self.choices[choice.engine_id] = choice
+    def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
+        """One line in the log for each engine, pair of memories and transport; the rest is counted."""
+        route = found.route
+        reasons = tuple(one.text for one in passed)
+        choice = Choice(route.engine_id, need.pair, route.info.name, route.endpoint, reasons)
+        before = self.choices.get((choice.engine_id, choice.pair))
+        self.choices[choice.engine_id, choice.pair] = choice
+        self.choices.move_to_end((choice.engine_id, choice.pair))
         while len(self.choices) > CHOICES_MAX:
             self.choices.popitem(last=False)
+        if before is None or before.transport != choice.transport:
+            over = "; passed over: " + "; ".join(reasons) if reasons else ""
+            log.info("engine %s, %s: by %s%s", choice.engine_id, choice.pair, choice.transport, over)
+        self._count(passed)
+        self.engine.count_choice(route.info.index, ChoiceKind.TAKEN)
+
+    def _count(self, passed: Sequence[PassedOver]) -> None:
+        # Several endpoints of one transport may have failed: it was passed over once.
+        for index, kind in {(one.info.index, one.kind) for one in passed if one.info is not None}:
+            self.engine.count_choice(index, kind)
 
     async def _route(self, engine_id: str, info: TransportInfo, endpoint: str) -> Route:
         key = (engine_id, info.index, endpoint)
@@ -185,7 +296,7 @@ class Reach:
         self._routes_by_peer[peer] = route
         return route
 
-    async def _import(self, key: ImportKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
         try:
             handle, completion = self.engine.import_(
                 route.peer,
@@ -205,23 +316,27 @@ class Reach:
             self.engine.release_import(handle)
             raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
         route.imports.add(key)
-        return Import(key, route, handle, descriptor.length)
+        found = self._imports[key] = Import(key, route, handle, descriptor.length)
+        return found
 
     def drop(self, found: Import) -> None:
         """Let go of an import; harmless when that was done."""
         if self._imports.get(found.key) is found:
             del self._imports[found.key]
+            for need_key in found.needs:
+                self._chosen.pop(need_key, None)
             found.route.imports.discard(found.key)
             self.engine.release_import(found.handle)
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
         key = _key_of(descriptor)
-        found = self._imports.get(key)
-        if found is not None:
-            found.unwanted = True
-            self.left(found)
-        elif key in self._resolving:
+        for info in self._transports:
+            found = self._imports.get((key, info.index))
+            if found is not None:
+                found.unwanted = True
+                self.left(found)
+        if any(need_key[:-1] == key for need_key in self._resolving):
             self._unwanted.add(key)
 
     def left(self, found: Import) -> None:
@@ -261,6 +376,18 @@ def _key_of(descriptor: RemoteDescriptor) -> ImportKey:
         descriptor.length,
         descriptor.access,
         descriptor.key,
+    )
+
+
+def _need_key(descriptor: RemoteDescriptor, number: int) -> NeedKey:
+    return (
+        descriptor.engine_id,
+        descriptor.grant,
+        descriptor.generation,
+        descriptor.length,
+        descriptor.access,
+        descriptor.key,
+        number,
     )
 
 

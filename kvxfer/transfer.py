@@ -138,10 +138,14 @@ class Transfer:
         if self._cancelling is not None:
             self._canceller.cancel_token(token)
 
-    def part_ended(self, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
-        """One part completed (``token`` None: it never reached the engine)."""
+    def token_ended(self, token: int | None) -> None:
+        """The engine is done with this token, but the part goes another way."""
         if token is not None:
             self._tokens.discard(token)
+
+    def part_ended(self, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
+        """One part completed (``token`` None: it never reached the engine)."""
+        self.token_ended(token)
         self._parts_left -= 1
         self.bytes_done += moved_bytes
         if error is not None and self.state == RUNNING:

@@ -64,7 +64,7 @@ async def test_the_best_transport_that_works_is_chosen_and_the_others_reasons_ar
         broken = {**described.endpoints, "shm": ("0" * 32 + ":/nowhere.sock",)}
         transfer = await a.start(replace(described, endpoints=broken))
         assert transfer.transport == "tcp"
-        choice = a.plane.choices[b.plane.engine_id]
+        choice = a.plane.choices[b.plane.engine_id, "dram to dram"]
         assert choice.transport == "tcp"
         assert any("shm" in reason for reason in choice.passed_over)
         transfer = await a.start(b.region.descriptor("w"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvxfer.errors import KvxferError, PeerUnreachable, UnknownTransfer, WrongKey
-from kvxfer.native.engine import Event
+from kvxfer.native.engine import Engine, Event, MemoryKind, OpKind
+from kvxfer.native.status import Status, error_for
 from tests.nodes import until
 from tests.test_dataplane import sides
 
@@ -101,7 +103,7 @@ async def test_an_import_of_a_connection_that_went_meanwhile_is_not_kept(tmp_pat
 
         a.plane.engine.import_ = import_and_lose  # type: ignore[method-assign]
         assert (await a.start(described, 4096)).state == "done"
-        assert reach.ready(described) is not None
+        assert reach.ready(described, MemoryKind.DRAM) is not None
         assert (await a.start(described, 4096)).state == "done"
 
 
@@ -150,3 +152,79 @@ async def test_an_owner_that_revoked_is_asked_anew(tmp_path: Path) -> None:
                 await a.start(described, 4096)
         assert isinstance(refused.value, UnknownTransfer)
         assert a.plane.engine.counters().imports == 0
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def counted(engine: Engine) -> dict[str, dict[str, int]]:
+    """What the counters say of choices: transport -> what became of it -> how often."""
+    names = ("chosen", "passed_memory", "passed_checksum", "passed_not_offered", "passed_unreachable", "passed_refused")
+    return {
+        row.name: {name: getattr(row, name) for name in names if getattr(row, name)}
+        for row in engine.counters().transports
+    }
+
+
+async def test_a_choice_is_one_line_and_every_grant_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvxfer.reach")
+    async with sides(tmp_path, ("shm", "tcp"), ("tcp",)) as (a, b):
+        for _ in range(3):
+            assert (await a.start(b.region.descriptor("w"), 4096)).transport == "tcp"
+        lines = [record.getMessage() for record in caplog.records if record.name == "kvxfer.reach"]
+        assert lines == [
+            f"engine {b.plane.engine_id}, dram to dram: by tcp; passed over: shm: the owner does not offer it"
+        ]
+        assert counted(a.plane.engine) == {"loop": {}, "shm": {"passed_not_offered": 3}, "tcp": {"chosen": 3}}
+        await a.start(a.region.descriptor("w"), 4096)
+        assert counted(a.plane.engine)["loop"] == {"chosen": 1}
+
+
+async def test_a_notification_goes_the_way_of_the_bytes(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm", "tcp")) as (a, b):
+        described = replace(b.region.descriptor("w"), endpoints={"tcp": b.region.descriptor("w").endpoints["tcp"]})
+        await a.start(described, 4096)
+        assert (await a.plane.prepare(replace(described, endpoints=b.region.descriptor("w").endpoints))).name == "tcp"
+        assert a.plane.engine.counters().imports == 1
+
+
+async def test_what_a_transport_finds_out_at_the_transfer_leads_to_the_next_one(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm", "tcp")) as (a, b):
+        submit_one, engine = a.plane.engine.submit_one, a.plane.engine
+
+        def refuse_by_shm(kind: OpKind, region: int, import_: int, *span: int, **more: object) -> object:
+            if engine.mapping(import_) is not None:
+                raise error_for(Status.UNSUPPORTED, what="submit")
+            return submit_one(kind, region, import_, *span, **more)  # type: ignore[arg-type]
+
+        engine.submit_one = refuse_by_shm  # type: ignore[method-assign,assignment]
+        described = b.region.descriptor("w")
+        for _ in range(2):
+            assert (await a.start(described, 4096)).transport == "tcp"
+        [choice] = a.plane.choices.values()
+        assert choice.transport == "tcp"
+        assert "cannot do it" in choice.passed_over[0]
+        assert counted(engine)["shm"] == {"chosen": 1, "passed_refused": 1}
+        assert engine.counters().imports == 1
+
+
+async def test_when_the_only_transport_cannot_the_error_names_it(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm",)) as (a, b):
+
+        def refuse(*_: object, **__: object) -> object:
+            raise error_for(Status.UNSUPPORTED, what="submit")
+
+        a.plane.engine.submit_one = refuse  # type: ignore[method-assign,assignment]
+        with pytest.raises(PeerUnreachable, match=r"dram to dram; shm .*cannot do it"):
+            await a.start(b.region.descriptor("w"), 4096)
+
+
+async def test_what_the_owner_offers_and_this_machine_lacks_is_a_reason(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",)) as (a, b):
+        a.plane.engine.unavailable["hixl"] = "no card in this machine"
+        described = b.region.descriptor("w")
+        await a.start(replace(described, endpoints={**described.endpoints, "hixl": ("127.0.0.1:1",)}), 4096)
+        [choice] = a.plane.choices.values()
+        assert choice.passed_over == ("hixl: not available here: no card in this machine",)

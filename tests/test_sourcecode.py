@@ -44,6 +44,7 @@ LAYERS = (
                 "allocation",
                 "region",
                 "transfer",
+                "choice",
                 "reach",
                 "dataplane",
                 "control",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from kvxfer.choice import moved
 from kvxfer.client import Client, local
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Loaded, load
@@ -195,16 +196,17 @@ class Run:
 
     def kinds(self) -> list[MemoryKind]:
         """What this side's memory may be: the host's, and an accelerator's where something reaches it."""
-        more = {kind for kind in PING_REGIONS for info in self.infos.values() if info.moves(kind)}
+        # One that moves only them has loaded what they need; on a host without any, nothing looks for them.
+        infos = [info for info in self.infos.values() if not info.moves(MemoryKind.DRAM)]
+        more = {kind for kind in PING_REGIONS for info in infos if info.moves(kind)}
         return sorted(more | {MemoryKind.DRAM})
 
     async def measure(self, name: str, here: MemoryKind, there: MemoryKind, target: RemoteDescriptor) -> None:
         """One transport between one kind of memory of this side and one of the node's."""
         pair = f"{here.word} to {there.word}"
         why = self.reasons.get(name, "")
-        if not why and not all(self.infos[name].moves(kind) for kind in (here, there)):
-            kinds = [kind.word for kind in MemoryKind if self.infos[name].moves(kind)]
-            why = f"moves {' and '.join(kinds)} only"
+        if not why and not self.infos[name].reaches(here, there):
+            why = f"moves {moved(self.infos[name])}"
         if why:
             self.ways.append(Way(name, False, why, pair))
             return
@@ -261,7 +263,7 @@ async def _data_path(
     await ours.write(0, written)
     block = ours[0:BLOCK_BYTES]
     started = time.perf_counter()
-    info = await client.plane.prepare(target)
+    info = await client.plane.prepare(target, here)
     connect_ms = (time.perf_counter() - started) * 1e3
 
     async def put() -> None:

@@ -40,10 +40,19 @@
 #define KVX_CAP_PUT       1
 #define KVX_CAP_GET       2
 #define KVX_CAP_NOTIFY    4
-#define KVX_CAP_INLINE    8  /* small operations complete inside kvx_submit */
-#define KVX_CAP_MAP       16 /* an import can be mapped: adopt without a copy */
-#define KVX_CAP_SAME_HOST 32 /* reaches this host only */
-#define KVX_CAP_CHECK     64 /* KVX_OP_CHECK works */
+#define KVX_CAP_INLINE    8   /* small operations complete inside kvx_submit */
+#define KVX_CAP_MAP       16  /* an import can be mapped: adopt without a copy */
+#define KVX_CAP_SAME_HOST 32  /* reaches this host only */
+#define KVX_CAP_CHECK     64  /* KVX_OP_CHECK works */
+#define KVX_CAP_OWN       128 /* reaches its own engine only */
+
+/* what became of a transport when one was chosen for a grant: kvx_choice_count */
+#define KVX_CHOICE_TAKEN       0
+#define KVX_CHOICE_MEMORY      1 /* passed over: it does not move these kinds of memory */
+#define KVX_CHOICE_CHECKSUM    2 /* it makes no checksums, and they were asked for */
+#define KVX_CHOICE_NOT_OFFERED 3 /* the owner does not have it */
+#define KVX_CHOICE_UNREACHABLE 4 /* no connection */
+#define KVX_CHOICE_REFUSED     5 /* the owner's engine, or ours, cannot use it for this grant */
 
 /* operations */
 #define KVX_OP_PUT 1
@@ -110,8 +119,9 @@ typedef struct kvx_transport_info {
     uint32_t rank;      /* lower is better */
     uint64_t alignment; /* of addresses that it can register, 1 = any */
     uint64_t region_bytes_max;
-    uint32_t copies_x100; /* CPU copies per delivered byte, both sides together, x100 */
-    uint32_t memory;      /* bit (1 << kind) for each kind of memory that it moves */
+    uint32_t copies_x100;  /* CPU copies per delivered byte, both sides together, x100 */
+    uint32_t memory;       /* bit (1 << kind) for each kind of an owner's memory that it reaches */
+    uint32_t local_memory; /* the same for our own memory */
 } kvx_transport_info;
 
 typedef struct kvx_alloc_args {
@@ -239,6 +249,12 @@ typedef struct kvx_transport_counters {
     uint64_t peers_connected; /* gauge */
     uint64_t peers_accepted;  /* gauge */
     uint64_t peers_lost;
+    uint64_t chosen; /* for a grant, in preference to those that were passed over, by reason: KVX_CHOICE_* */
+    uint64_t passed_memory;
+    uint64_t passed_checksum;
+    uint64_t passed_not_offered;
+    uint64_t passed_unreachable;
+    uint64_t passed_refused;
 } kvx_transport_counters;
 
 typedef struct kvx_counters {
@@ -279,6 +295,9 @@ int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *
 /* The index-th transport that was asked for with "?" and is not there: its name and why. KVX_E_NO_TRANSPORT: no more.
  */
 int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]);
+
+/* The application chose a transport, or passed it over; only counted. */
+int kvx_choice_count(kvx_engine *engine, uint32_t index, uint32_t choice);
 
 /* -- memory ------------------------------------------------------------------------------------ */
 /* why_p is zeroed first, and says more when the call fails; NULL is allowed. */

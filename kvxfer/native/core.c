@@ -604,6 +604,23 @@ int kvx_transport_query(kvx_engine *engine, uint32_t index, kvx_transport_info *
     return KVX_OK;
 }
 
+int kvx_choice_count(kvx_engine *engine, uint32_t index, uint32_t choice) {
+    if (index >= engine->core.slot_count || choice > KVX_CHOICE_REFUSED) {
+        return KVX_E_INVALID;
+    }
+    kvx_transport_counters *row = &engine->core.counters->row[index];
+    uint64_t *const fields[] = {
+        [KVX_CHOICE_TAKEN] = &row->chosen,
+        [KVX_CHOICE_MEMORY] = &row->passed_memory,
+        [KVX_CHOICE_CHECKSUM] = &row->passed_checksum,
+        [KVX_CHOICE_NOT_OFFERED] = &row->passed_not_offered,
+        [KVX_CHOICE_UNREACHABLE] = &row->passed_unreachable,
+        [KVX_CHOICE_REFUSED] = &row->passed_refused,
+    };
+    __atomic_fetch_add(fields[choice], 1, __ATOMIC_RELAXED);
+    return KVX_OK;
+}
+
 int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]) {
     if (index >= engine->core.unavailable_count) {
         return KVX_E_NO_TRANSPORT;

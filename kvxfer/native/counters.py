@@ -15,7 +15,7 @@ from pathlib import Path
 from kvxfer.errors import ProtocolError
 
 MAGIC = 0x4B565843544E5231
-VERSION = 2
+VERSION = 3
 TRANSPORTS_MAX = 8
 NAME_BYTES = 32
 
@@ -45,6 +45,12 @@ class TransportCounters:
     peers_connected: int
     peers_accepted: int
     peers_lost: int
+    chosen: int
+    passed_memory: int
+    passed_checksum: int
+    passed_not_offered: int
+    passed_unreachable: int
+    passed_refused: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

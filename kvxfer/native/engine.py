@@ -25,6 +25,7 @@ from kvxfer.native._shim import ffi, lib
 from kvxfer.native.counters import Counters, parse_counters
 from kvxfer.native.facts import (
     Caps,
+    ChoiceKind,
     DeviceInfo,
     EngineConfig,
     Event,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Caps",
+    "ChoiceKind",
     "Counters",
     "DeviceInfo",
     "Engine",
@@ -203,9 +205,14 @@ class Engine:
                     region_bytes_max=info.region_bytes_max,
                     copies_per_byte=info.copies_x100 / 100,
                     memory=info.memory,
+                    local_memory=info.local_memory,
                 )
             )
         return found
+
+    def count_choice(self, index: int, choice: ChoiceKind) -> None:
+        """A transport was chosen for a grant, or passed over and why: for the counters."""
+        lib.kvx_choice_count(self._mine(), index, choice)
 
     def _unavailable(self) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []

@@ -64,7 +64,18 @@ class EventKind(IntEnum):
 class Caps:
     """Bits of `TransportInfo.caps`."""
 
-    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK = 1, 2, 4, 8, 16, 32, 64
+    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN = 1, 2, 4, 8, 16, 32, 64, 128
+
+
+class ChoiceKind(IntEnum):
+    """What became of a transport when one was chosen for a grant; see ``KVX_CHOICE_*`` in ``api.cdef.h``."""
+
+    TAKEN = 0
+    MEMORY = 1
+    CHECKSUM = 2
+    NOT_OFFERED = 3
+    UNREACHABLE = 4
+    REFUSED = 5
 
 
 class Event(NamedTuple):
@@ -180,6 +191,7 @@ class TransportInfo:
     region_bytes_max: int
     copies_per_byte: float
     memory: int
+    local_memory: int
 
     @property
     def can_put(self) -> bool:
@@ -212,9 +224,18 @@ class TransportInfo:
         """Transfers can be checksummed end to end."""
         return bool(self.caps & Caps.CHECK)
 
+    @property
+    def own_engine(self) -> bool:
+        """Reaches memory of its own engine only."""
+        return bool(self.caps & Caps.OWN)
+
     def moves(self, kind: MemoryKind) -> bool:
-        """It reads and writes memory of this kind."""
-        return bool(self.memory >> kind & 1)
+        """It reads and writes memory of this kind, on either side."""
+        return bool((self.memory & self.local_memory) >> kind & 1)
+
+    def reaches(self, local: MemoryKind | None, remote: MemoryKind) -> bool:
+        """It moves bytes between our memory of one kind (None: no memory, only a notification) and an owner's."""
+        return bool(self.memory >> remote & 1) and (local is None or bool(self.local_memory >> local & 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,12 @@
 #define HIXL_BATCHES_MAX      256                  /* under way on one engine: its slots are 512 */
 #define HIXL_HEAD_POLLS       8                    /* batches of a link that are asked for at once, the oldest */
 #define HIXL_POLL_MIN_NS      50000
-#define HIXL_POLL_MAX_NS      220000 /* a completion is seen this late at most, plus the time of a wake-up */
-#define HIXL_AGAIN_MS         1      /* the library is out of slots: try again */
-#define HIXL_MAPS_MAX         64     /* arenas of others that a link keeps mapped */
-#define HIXL_UNPROVED_MAX     64     /* accepted side links that have not proved a key yet */
+#define HIXL_POLL_MAX_NS      220000  /* a completion is seen this late at most, plus the time of a wake-up */
+#define HIXL_POLL_LONG_NS     2000000 /* when nothing has moved for HIXL_LONG_MS: something is wrong anyway */
+#define HIXL_LONG_MS          1000
+#define HIXL_AGAIN_MS         1  /* the library is out of slots: try again */
+#define HIXL_MAPS_MAX         64 /* arenas of others that a link keeps mapped */
+#define HIXL_UNPROVED_MAX     64 /* accepted side links that have not proved a key yet */
 #define HIXL_KEY_FAILURES_MAX 8
 #define HIXL_TX_MAX           (1u << 20) /* answers queued on a side link: from then on it is not read */
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
@@ -102,6 +104,7 @@ struct hixl_device {
     uint32_t link_count;
     uint32_t batches;
     uint64_t pace_ns;
+    uint64_t moved_ms; /* when it last did */
     uint64_t due_ms;
     bool moved; /* in this turn: something was submitted or completed */
     bool thread_ready;

@@ -564,6 +564,18 @@ static bool wait_for(hixl_device *device, int timeout_ms) {
     return true;
 }
 
+/* How long until the library is asked again. */
+static void pace(hixl_device *device, uint64_t now_ms) {
+    uint64_t slower = device->pace_ns * 3 / 2, most = HIXL_POLL_MAX_NS;
+    if (device->moved || device->moved_ms == 0) {
+        device->moved_ms = now_ms;
+        slower = HIXL_POLL_MIN_NS;
+    } else if (now_ms - device->moved_ms >= HIXL_LONG_MS) {
+        most = HIXL_POLL_LONG_NS;
+    }
+    device->pace_ns = slower < most ? slower : most;
+}
+
 int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     bool woken = wait_for(device, timeout_ms);
     if (!device->thread_ready) {
@@ -580,8 +592,7 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
         turn(link, now_ms, woken);
     }
-    uint64_t slower = device->pace_ns * 3 / 2;
-    device->pace_ns = device->moved ? HIXL_POLL_MIN_NS : slower < HIXL_POLL_MAX_NS ? slower : HIXL_POLL_MAX_NS;
+    pace(device, now_ms);
     return device->moved;
 }
 

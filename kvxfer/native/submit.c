@@ -64,7 +64,7 @@ static int box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p
         if (region == NULL) {
             return KVX_E_NO_REGION;
         }
-        bool reached = core->slots[peer->slot].info.memory >> KVX_MEM_HBM & 1;
+        bool reached = core->slots[peer->slot].info.local_memory >> KVX_MEM_HBM & 1;
         if ((region->region.flags & KVX_REGION_DEVICE) && !reached) {
             return KVX_E_UNSUPPORTED; /* the transport would touch what only the device can */
         }

@@ -219,6 +219,8 @@ struct tcp_conn {
     tcp_control *control_first, *control_last; /* peer->lock */
     uint32_t request_first, request_count;     /* peer->lock */
     uint64_t request_bytes;                    /* peer->lock */
+    uint64_t promised;                         /* peer->lock: bytes that it was woken for and has not looked at */
+    uint64_t woken_for;                        /* peer->lock: the last op that it was woken for */
     tcp_request *sending;                      /* tx_lock: the request whose bytes are being sent */
     tcp_request *requests;
 

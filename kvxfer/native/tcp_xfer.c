@@ -104,6 +104,15 @@ static bool is_small(const tcp_peer *peer, const kvx_op *op) {
                                   : op->bytes <= kvx_tcp_small_bytes(peer->tcp);
 }
 
+static bool has_room(const tcp_conn *conn) {
+    return conn->request_count < TCP_REQUESTS_MAX &&
+           conn->request_bytes < (uint64_t)TCP_WINDOW_FRAMES * conn->frame_bytes;
+}
+
+static uint64_t load(const tcp_conn *conn) {
+    return conn->request_bytes + conn->promised;
+}
+
 /* With peer->lock held: an idle stream whose sending half is ours now, or NULL. */
 static tcp_conn *stream_take(tcp_peer *peer) {
     tcp_conn *best = peer->conns[0];
@@ -120,6 +129,27 @@ static tcp_conn *stream_take(tcp_peer *peer) {
     }
     pthread_mutex_unlock(&best->tx_lock);
     return NULL;
+}
+
+/* With peer->lock held: wake as many streams as the op has frames, the idlest first. One whose window is full is left
+ * alone: it goes on by itself when an answer comes. */
+static void wake_streams(tcp_peer *peer, const kvx_op *op) {
+    uint64_t frames = op->bytes / peer->conns[0]->frame_bytes + op->count / KVX_STREAM_SEGMENTS_MAX + 1;
+    for (uint64_t woken = 0; woken < frames; woken++) {
+        tcp_conn *best = NULL;
+        for (uint32_t i = 0; i < peer->streams; i++) {
+            tcp_conn *conn = peer->conns[i];
+            if (has_room(conn) && conn->woken_for != peer->next_op && (best == NULL || load(conn) < load(best))) {
+                best = conn;
+            }
+        }
+        if (best == NULL) {
+            return;
+        }
+        best->woken_for = peer->next_op;
+        best->promised += op->bytes / frames;
+        kvx_tcp_kick(best);
+    }
 }
 
 /* The idle stream's sending half is ours; `answer_too`: and this thread wants to take the answer. */
@@ -178,9 +208,7 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
     tcp_conn *conn = peer->run_first == NULL && is_small(peer, op) ? stream_take(peer) : NULL;
     run_push(peer, xfer);
     if (conn == NULL) {
-        for (uint32_t i = 0; i < peer->streams; i++) {
-            kvx_tcp_kick(peer->conns[i]);
-        }
+        wake_streams(peer, op);
     }
     pthread_mutex_unlock(&peer->lock);
     if (conn != NULL) {
@@ -301,6 +329,7 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
     tcp_request *request = NULL;
     pthread_mutex_lock(&peer->lock);
     bool room = conn->request_count < TCP_REQUESTS_MAX && peer->status == KVX_OK && !peer->closing;
+    conn->promised = 0;
     tcp_control *control = room ? conn->control_first : NULL;
     if (control != NULL) {
         conn->control_first = control->next;

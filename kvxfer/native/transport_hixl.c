@@ -152,11 +152,12 @@ static int host_take(hixl_transport *hixl, char *why, size_t why_size) {
     snprintf(bare, sizeof bare, "%s", *bind == '[' ? bind + 1 : bind);
     bare[strcspn(bare, "]")] = '\0';
     bool is_v4 = inet_pton(AF_INET, bare, &v4) == 1, is_v6 = !is_v4 && inet_pton(AF_INET6, bare, &v6) == 1;
-    if ((!is_v4 && !is_v6) || (is_v4 && v4.s_addr == 0) || (is_v6 && IN6_IS_ADDR_UNSPECIFIED(&v6))) {
+    bool wildcard = (is_v4 && v4.s_addr == 0) || (is_v6 && IN6_IS_ADDR_UNSPECIFIED(&v6));
+    if ((!is_v4 && !is_v6) || wildcard) { /* a wildcard suits the other transports, so it is no mistake as such */
         snprintf(why, why_size,
                  "hixl cannot use the address \"%s\": give a numeric address of this host that its peers can reach",
                  bind);
-        return KVX_E_INVALID;
+        return wildcard ? KVX_E_UNSUPPORTED : KVX_E_INVALID;
     }
     snprintf(hixl->host, sizeof hixl->host, is_v6 ? "[%.48s]" : "%.48s", bare);
     return KVX_OK;
@@ -240,7 +241,7 @@ static void hixl_query(void *transport, kvx_transport_info *info_p) {
     info_p->alignment = 1; /* of what is offered; arenas are aligned where memory is made */
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 0;
-    info_p->memory = 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED;
+    info_p->memory = info_p->local_memory = 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED;
 }
 
 static int hixl_mem_release(void *transport, kvx_region *region, kvx_grant *grant) {

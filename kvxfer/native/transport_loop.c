@@ -139,12 +139,13 @@ static int loop_open(kvx_core *core, uint32_t slot, const kvx_engine_config *con
 static void loop_query(void *transport, kvx_transport_info *info_p) {
     loop_transport *loop = transport;
     *info_p = (kvx_transport_info){
-        .caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK | KVX_CAP_SAME_HOST |
+        .caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK | KVX_CAP_SAME_HOST | KVX_CAP_OWN |
                 (loop->manual ? 0u : KVX_CAP_INLINE),
         .alignment = 1,
         .region_bytes_max = UINT64_MAX,
         .copies_x100 = 100,
         .memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED,
+        .local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_HBM | 1u << KVX_MEM_PINNED,
     };
     snprintf(info_p->name, sizeof(info_p->name), "loop");
     snprintf(info_p->endpoint, sizeof(info_p->endpoint), "%s", loop->endpoint);

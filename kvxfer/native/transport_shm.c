@@ -364,7 +364,8 @@ static void shm_query(void *transport, kvx_transport_info *info_p) {
         .alignment = 1,
         .region_bytes_max = UINT64_MAX,
         .copies_x100 = 100,
-        .memory = 1u << KVX_MEM_DRAM,
+        .memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED,
+        .local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED,
     };
     snprintf(info_p->name, sizeof(info_p->name), "shm");
     snprintf(info_p->endpoint, sizeof(info_p->endpoint), "%s", shm->endpoint);

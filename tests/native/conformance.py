@@ -4,8 +4,8 @@ A transport joins the suite by its name in `TRANSPORTS`; nothing else is written
 `conformance_moving.py`, `conformance_refusing.py` and `conformance_ending.py`, and run from `test_conformance.py`.
 `loop` reaches its own engine only, so there both sides are one.
 
-"hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go. Those
-need (simulated) cards and a process of their own: `hixl_suite.py`.
+"hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go.
+Those need (simulated) cards and a process of their own: `hixl_suite.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
@@ -37,7 +36,7 @@ class Raw(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     assert COMPILER is not None
     target = tmp_path_factory.mktemp("state") / "state.so"
     flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
@@ -45,7 +44,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     loaded = ctypes.CDLL(str(target))
     loaded.hixl_machine_due.restype = ctypes.c_uint64
     loaded.hixl_machine_out.restype = ctypes.c_bool
-    yield loaded
+    return loaded
 
 
 class Machine:

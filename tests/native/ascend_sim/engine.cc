@@ -142,6 +142,7 @@ uint32_t Engine::initialize(const std::string &local, const std::map<std::string
 void Engine::finalize() {
     if (!running_.exchange(false))
         return;
+    finishing_ = true;
     while (calls_.load() > 0) /* also one that hangs: as the vendor's, this may be for ever */
         kvxsim_sleep_until(kvxsim_now_ns() + 1000000);
     {

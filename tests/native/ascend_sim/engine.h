@@ -157,6 +157,7 @@ class Engine {
 
     std::string name_;
     std::atomic<bool> running_{false};
+    std::atomic<bool> finishing_{false}; /* for threads that may begin before Initialize or after Finalize has */
     int card_ = -1;
     bool auto_connect_ = false;
     std::string pool_ = "4:8";

@@ -77,9 +77,8 @@ void Engine::serve() {
         }
         if (::poll(ready.data(), ready.size(), 1000) < 0 && errno != EINTR)
             return;
-        /* running_ is set after this thread starts; only Finalize wakes it with running_ unset. */
         uint64_t count;
-        if (ready[0].revents && read(wake_, &count, sizeof count) > 0 && !running_)
+        if (ready[0].revents && read(wake_, &count, sizeof count) > 0 && finishing_)
             return;
         {
             std::lock_guard<std::mutex> guard(serving_);
@@ -94,15 +93,11 @@ void Engine::serve() {
 
 void Engine::handle_work() {
     std::unique_lock<std::mutex> guard(serving_);
-    bool was_running = false;
     for (;;) {
         idle_handlers_++;
-        served_.wait(guard, [this, &was_running] {
-            was_running = was_running || running_;
-            return !waiting_.empty() || (was_running && !running_);
-        });
+        served_.wait(guard, [this] { return !waiting_.empty() || finishing_; });
         idle_handlers_--;
-        if (was_running && !running_)
+        if (finishing_)
             return;
         int fd = waiting_.front();
         waiting_.pop_front();

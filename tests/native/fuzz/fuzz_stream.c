@@ -1,4 +1,4 @@
-/* fuzz_stream.c: any bytes, in any pieces, through the receive state machine of the tcp data path.
+/* fuzz_stream.c: any bytes, in any pieces, through the receive state machine of the tcp data path and of side links.
  *
  * Two properties: nothing is read or written out of bounds (the sanitizers watch), and how the bytes are cut into
  * pieces makes no difference to what comes out. Inputs are programs: most of their frames are well-formed up to a
@@ -24,13 +24,16 @@ static uint64_t take(reader *input, size_t width) {
 
 /* Bytes to feed, made from the input. */
 static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
-    static const uint8_t types[] = {KVX_FRAME_PUT, KVX_FRAME_GET,    KVX_FRAME_DATA,   KVX_FRAME_ACK,
-                                    KVX_FRAME_BYE, KVX_FRAME_NOTIFY, KVX_FRAME_ATTACH, KVX_FRAME_DETACH};
+    static const uint8_t types[] = {KVX_FRAME_PUT,    KVX_FRAME_GET,    KVX_FRAME_DATA,     KVX_FRAME_ACK,
+                                    KVX_FRAME_BYE,    KVX_FRAME_PING,   KVX_FRAME_PONG,     KVX_FRAME_NOTIFY,
+                                    KVX_FRAME_ATTACH, KVX_FRAME_DETACH, KVX_FRAME_LOCATION, KVX_FRAME_REVOKE,
+                                    KVX_FRAME_QUIET};
+    bool side = role >= KVX_STREAM_SIDE_DIALLER;
     size_t size = 0;
     uint8_t choice = (uint8_t)take(input, 1);
     if (choice % 8 != 0) {
         kvx_hello hello = {.version = choice % 8 == 1 ? (uint8_t)take(input, 1) : 1,
-                           .role = (uint8_t)(3 - role),
+                           .role = (uint8_t)(role & 1 ? role + 1 : role - 1),
                            .streams = 1,
                            .frame_bytes = FRAME_MAX};
         kvx_hello_encode(&hello, bytes);
@@ -51,13 +54,16 @@ static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
         if (count > KVX_STREAM_SEGMENTS_MAX) {
             count = 0;
         }
+        if (side && choice % 8 != 1) {
+            frame.length = 0;
+        }
         kvx_frame_encode(&frame, bytes + size);
         for (uint32_t i = 0; i < count; i++) {
             kvx_frame_segment_encode(bytes + size, i, take(input, 1), choice % 64 == 4 ? take(input, 8) : 4);
         }
         size += KVX_STREAM_HEADER_BYTES + count * KVX_STREAM_SEGMENT_BYTES;
-        for (uint64_t i = 0; i < frame.length + KVX_STREAM_TRAILER_BYTES && i < FRAME_MAX && size < BYTES_MAX - 1;
-             i++) {
+        for (uint64_t i = 0;
+             !side && i < frame.length + KVX_STREAM_TRAILER_BYTES && i < FRAME_MAX && size < BYTES_MAX - 1; i++) {
             bytes[size++] = (uint8_t)i;
         }
         if (choice >= 224 && size > 0) {
@@ -105,7 +111,11 @@ static int drain(kvx_stream_rx *rx, uint64_t *trace, uint64_t *skipped) {
                 sum += length;
                 *trace = mix(*trace, offset);
             }
-            FUZZ_CHECK(rx->frame.segments == 0 || sum == rx->frame.length);
+            if (rx->role >= KVX_STREAM_SIDE_DIALLER) {
+                FUZZ_CHECK(rx->frame.length == 0 && rx->frame.segments <= KVX_STREAM_UNITS_MAX);
+            } else {
+                FUZZ_CHECK(rx->frame.segments == 0 || sum == rx->frame.length);
+            }
         }
         /* fall through */
         case KVX_RX_HELLO:
@@ -142,7 +152,7 @@ static uint64_t feed(uint32_t role, const uint8_t *bytes, size_t size, uint64_t 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static uint8_t bytes[BYTES_MAX + KVX_STREAM_HEAD_MAX];
     reader input = {data, size};
-    uint32_t role = take(&input, 1) % 2 ? KVX_STREAM_ACCEPTOR : KVX_STREAM_DIALLER;
+    uint32_t role = KVX_STREAM_DIALLER + (uint32_t)take(&input, 1) % 4; /* of tcp, or of a side link */
     size_t made = make(&input, role, bytes);
     uint64_t trace = feed(role, bytes, made, 0);
     FUZZ_CHECK(trace == feed(role, bytes, made, 1));

@@ -68,6 +68,7 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
         .connect_ms = 5000,
         .handshake_ms = 2000,
         .cancel_ms = 2000,
+        .spin_us = (uint32_t)dice(2) * 30,
     };
     for (size_t i = 0; i < sizeof(config.engine_id); i++) {
         config.engine_id[i] = (uint8_t)(dice(255) + 1);

@@ -1,0 +1,403 @@
+"""hixl between processes: what it moves, and what happens when the library or the other process does not play along.
+
+Each test is a process that sees simulated cards, and starts the others that it needs. What counts is the pattern in the
+memory after the end of an operation: from then on not a byte may change, whatever still moved in the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from kvxfer.errors import KvxferError, OutOfRange
+from kvxfer.native.engine import EventKind, MemoryKind, OpKind
+from kvxfer.native.status import Status
+from tests.native.hixl_process import MIB, Near, control, other, within
+from tests.native.simulated import simulated
+
+pytestmark = pytest.mark.once
+PUT, GET = OpKind.PUT, OpKind.GET
+BIG = 16 * MIB
+
+
+async def moves_both_ways(kind: MemoryKind, far: str, device: int = 1, **changes: object) -> None:
+    async with other(**changes) as owner, Near(**changes) as near:
+        mine = near.alloc(MIB, kind, fill=7)
+        offer = await owner.call("offer", length=MIB, kind=far, device=device)
+        import_ = await near.import_(await near.connect(owner.endpoint), offer)
+        assert await near.move(PUT, mine, import_, notify=(5, 6)) == 0
+        assert await owner.call("told") == [5, 6]
+        grant = offer["grant"]
+        assert (await owner.call("look", grant=grant))[7] == MIB
+        await owner.call("fill", grant=grant, value=9)
+        assert await near.move(GET, mine, import_) == 0
+        assert (near.read(mine) == 9).all()
+
+
+@simulated()
+async def test_between_cards() -> None:
+    await moves_both_ways(MemoryKind.HBM, "HBM")
+
+
+@simulated()
+async def test_between_pinned_memory() -> None:
+    await moves_both_ways(MemoryKind.PINNED, "PINNED")
+
+
+@simulated()
+async def test_neighbours_copy() -> None:
+    """Mapped device memory of the other process: no engine is connected, which the simulator's log would tell."""
+    await moves_both_ways(MemoryKind.HBM, "HBM", device_ipc=True)
+    await moves_both_ways(MemoryKind.PINNED, "HBM", device=0, device_ipc=True)
+    control(HANG="connect")
+    await moves_both_ways(MemoryKind.HBM, "HBM", device=0, device_ipc=True)
+
+
+@simulated()
+async def test_a_card_is_not_connected_to_itself() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(MIB)
+        import_ = await near.reach(owner, device=0)
+        assert await near.move(PUT, mine, import_) == Status.UNSUPPORTED
+
+
+@simulated(HBM="12G")
+async def test_offsets_beyond_four_gib() -> None:
+    async with other() as owner, Near() as near:
+        length, at = 5 << 30, (4 << 30) + 12345
+        mine = near.alloc(MIB, fill=3)
+        grant = await owner.call("offer", length=length, kind="HBM", device=1, fill=None)
+        import_ = await near.import_(await near.connect(owner.endpoint), grant)
+        outcome = near.engine.submit_one(PUT, mine.id, import_, 0, at, MIB)
+        assert isinstance(outcome, tuple)
+        assert (await within(outcome[1])).status == 0
+        near.fill(mine, 0)
+        outcome = near.engine.submit_one(GET, mine.id, import_, 0, at, MIB)
+        assert isinstance(outcome, tuple)
+        assert (await within(outcome[1])).status == 0
+        assert (near.read(mine) == 3).all()
+
+
+@simulated(RANGE="permissive")
+async def test_we_check_the_range_ourselves() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(MIB)
+        import_ = await near.reach(owner, 65536)
+        with pytest.raises(OutOfRange):
+            near.engine.submit_one(PUT, mine.id, import_, 0, 65530, 7)
+
+
+# -- memory and slots -------------------------------------------------------------------------------------------------
+
+
+@simulated(DEVICES=2)
+async def test_memory_that_is_registered_later() -> None:
+    async with other(hbm_arena_bytes=2 * MIB) as owner, Near(hbm_arena_bytes=2 * MIB) as near:
+        first = near.alloc(2 * MIB, fill=1)
+        peer = await near.connect(owner.endpoint)
+        grant = await owner.call("offer", length=2 * MIB, kind="HBM", device=1)
+        import_ = await near.import_(peer, grant)
+        assert await near.move(PUT, first, import_) == 0
+        second = near.alloc(2 * MIB, fill=2)  # an arena of its own, which the link does not know
+        assert await near.move(PUT, second, import_) == 0
+        assert (await owner.call("look", grant=grant["grant"]))[2] == 2 * MIB
+        later = await owner.call("offer", length=2 * MIB, kind="HBM", device=1)
+        assert await near.move(PUT, second, await near.import_(peer, later)) == 0
+        assert (await owner.call("look", grant=later["grant"]))[2] == 2 * MIB
+        assert (await within(near.engine.release(first.id))).status == 0
+
+
+@simulated(SLOTS=2, LATENCY_US=300)
+async def test_a_library_without_slots_is_asked_again() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(BIG, fill=4)
+        import_ = await near.reach(owner, BIG)
+        outcomes = [near.start(PUT, mine, import_, MIB) for _ in range(30)]
+        assert {(await within(future)).status for _, future in outcomes} == {0}
+
+
+@simulated(GBPS=0.05, DEVICES=4)
+async def test_cards_work_side_by_side() -> None:
+    async with other() as owner, Near() as near:
+        peer = await near.connect(owner.endpoint)
+        regions = [near.alloc(4 * MIB, device=device) for device in (0, 1)]
+        grants = [await owner.call("offer", length=4 * MIB, kind="HBM", device=device) for device in (2, 3)]
+        imports = [await near.import_(peer, grant) for grant in grants]
+        for region, import_ in zip(regions, imports, strict=True):
+            assert await near.move(PUT, region, import_, length=4096) == 0
+        began = time.monotonic()
+        outcomes = [near.start(PUT, region, import_) for region, import_ in zip(regions, imports, strict=True)]
+        assert {(await within(future)).status for _, future in outcomes} == {0}
+        assert time.monotonic() - began < 1.6 * 4 * MIB / 0.05e9, "one after the other it would be twice"
+
+
+# -- failures of the library ------------------------------------------------------------------------------------------
+
+
+@simulated()
+async def test_a_failed_transfer_breaks_the_link_which_is_made_anew() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(MIB, fill=8)
+        import_ = await near.reach(owner)
+        assert await near.move(PUT, mine, import_) == 0
+        for fault in ({"FAIL": "transfer:1:503900"}, {"PARTIAL": 1}, {"FAIL": "transfer:1:507899"}, {"BREAK": 1}):
+            control(**fault)
+            await asyncio.sleep(0.005)
+            assert await near.move(PUT, mine, import_) in (Status.LINK, Status.DEVICE), fault
+            control()
+            await asyncio.sleep(0.005)
+            assert await near.move(PUT, mine, import_) == 0, fault
+
+
+@simulated()
+async def test_a_connect_that_is_refused_is_tried_again() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(MIB)
+        import_ = await near.reach(owner)
+        control(FAIL="connect:1:503900")
+        await asyncio.sleep(0.005)
+        assert await near.move(PUT, mine, import_) == Status.LINK
+        began = time.monotonic()
+        assert await near.move(PUT, mine, import_) == 0
+        assert time.monotonic() - began > 0.08, "after a pause"
+
+
+@simulated()
+async def test_a_connect_that_hangs_is_left_behind() -> None:
+    async with other() as hung, other() as well, Near() as near:
+        mine = near.alloc(MIB)
+        good = await near.reach(well)
+        assert await near.move(PUT, mine, good) == 0
+        bad = await near.reach(hung)
+        control(os.getpid(), HANG="connect")
+        await asyncio.sleep(0.005)
+        outcome = near.start(PUT, mine, bad)
+        began = time.monotonic()
+        while time.monotonic() - began < 0.3:
+            assert await near.move(PUT, mine, good) == 0, "others are not delayed"
+        assert (await within(outcome[1])).status == Status.TIMEOUT
+        assert await near.move(PUT, mine, bad) == Status.TIMEOUT, "no second connect while the first is out"
+        control(os.getpid())
+        await asyncio.sleep(0.3)
+        assert await near.move(PUT, mine, bad) == 0
+
+
+@simulated(DEVICES=7)
+async def test_after_eight_zombies_nothing_is_connected() -> None:
+    async with other() as owner, Near(connect_ms=150) as near:
+        peer = await near.connect(owner.endpoint)
+        grants = [await owner.call("offer", length=MIB, kind="HBM", device=device) for device in (3, 4, 5, 6)]
+        imports = [await near.import_(peer, grant) for grant in grants]
+        regions = [near.alloc(MIB, device=device) for device in (0, 1, 2)]
+        control(os.getpid(), HANG="connect")
+        await asyncio.sleep(0.005)
+        outcomes = [near.start(PUT, region, import_) for region in regions[:2] for import_ in imports]
+        assert {(await within(future)).status for _, future in outcomes} == {Status.TIMEOUT}
+        assert await near.move(PUT, regions[2], imports[0]) == Status.LINK
+        control(os.getpid())
+        await asyncio.sleep(0.4)
+        assert await near.move(PUT, regions[2], imports[0]) == 0, "they came back"
+
+
+# -- ends that must be true -------------------------------------------------------------------------------------------
+
+
+async def stays(near: Near, region: object, value: int) -> None:
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        assert (near.read(region) == value).all()  # type: ignore[arg-type]
+
+
+@simulated()
+async def test_after_a_cancelled_get_not_a_byte_moves() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(BIG, fill=1)
+        import_ = await near.reach(owner, BIG)
+        control(STALL=1)
+        await asyncio.sleep(0.005)
+        token, future = near.start(GET, mine, import_)
+        await asyncio.sleep(0.05)
+        near.engine.cancel(token)
+        assert (await within(future)).status == Status.CANCELLED
+        near.fill(mine, 6)
+        control()
+        await stays(near, mine, 6)
+        assert await near.move(GET, mine, import_) == 0
+        assert (near.read(mine) == 0).all()
+
+
+@simulated()
+async def test_while_a_disconnect_hangs_nothing_has_ended() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(BIG, fill=1)
+        import_ = await near.reach(owner, BIG)
+        assert await near.move(PUT, mine, import_) == 0
+        control(STALL=1, HANG="disconnect")
+        await asyncio.sleep(0.005)
+        token, future = near.start(GET, mine, import_)
+        await asyncio.sleep(0.02)
+        near.engine.cancel(token)
+        await asyncio.sleep(0.9)
+        assert not future.done(), "grace and patience are over, but it may still move"
+        control(STALL=1)
+        assert (await within(future)).status == Status.CANCELLED
+        near.fill(mine, 6)
+        control()
+        await stays(near, mine, 6)
+
+
+@simulated()
+async def test_a_failure_alone_is_not_an_end() -> None:
+    """The library says that the transfer failed; only the disconnect says that it does not move."""
+    async with other() as owner, Near() as near:
+        mine = near.alloc(BIG, fill=1)
+        import_ = await near.reach(owner, BIG)
+        assert await near.move(PUT, mine, import_) == 0
+        control(STALL=1, HANG="disconnect", FAIL="poll:*:503900")
+        await asyncio.sleep(0.005)
+        _, future = near.start(GET, mine, import_, 4 * MIB)
+        await asyncio.sleep(0.3)
+        assert not future.done()
+        control(STALL=1)
+        assert (await within(future)).status == Status.LINK
+        near.fill(mine, 6)
+        control()
+        await stays(near, mine, 6)
+
+
+@simulated()
+async def test_a_revoke_waits_for_what_is_under_way() -> None:
+    """Here we own, and another process writes."""
+    async with other() as initiator, Near() as near:
+        mine = near.alloc(BIG, device=1)
+        grant = near.engine.grant(mine.id, 0, BIG, 3)
+        values = {"grant": grant.id, "generation": grant.generation, "length": BIG, "access": 3, "key": grant.key.hex()}
+        await initiator.call("reach", endpoint=near.endpoint, grant=values)
+        assert await initiator.call("put", length=BIG, value=2, wait=True) == 0
+        control(initiator.pid, STALL=1, HANG="disconnect")
+        await asyncio.sleep(0.005)
+        await initiator.call("put", length=BIG, value=3, wait=False)
+        revoking = near.engine.revoke(grant.id)
+        await asyncio.sleep(0.7)
+        assert not revoking.done()
+        assert near.engine.counters().quarantined_grants == 1
+        control(initiator.pid, STALL=1)
+        assert (await within(revoking)).status == 0
+        near.fill(mine, 9)
+        control(initiator.pid)
+        await stays(near, mine, 9)
+
+
+@simulated()
+async def test_a_frozen_peer_keeps_a_grant_in_quarantine() -> None:
+    async with other() as initiator, Near() as near:
+        mine = near.alloc(MIB, device=1)
+        grant = near.engine.grant(mine.id, 0, MIB, 3)
+        values = {"grant": grant.id, "generation": grant.generation, "length": MIB, "access": 3, "key": grant.key.hex()}
+        await initiator.call("reach", endpoint=near.endpoint, grant=values)
+        initiator.signal(signal.SIGSTOP)
+        revoking = near.engine.revoke(grant.id)
+        await asyncio.sleep(0.6)
+        assert not revoking.done()
+        initiator.signal(signal.SIGKILL)
+        assert (await within(revoking)).status == 0
+
+
+@simulated()
+async def test_close_does_not_hang() -> None:
+    async with other() as owner:
+        near = Near()
+        mine = near.alloc(BIG, fill=1)
+        import_ = await near.reach(owner, BIG)
+        assert await near.move(PUT, mine, import_) == 0
+        control(STALL=1, HANG="disconnect")
+        await asyncio.sleep(0.005)
+        _, future = near.start(PUT, mine, import_)
+        await asyncio.sleep(0.02)
+        began = time.monotonic()
+        near.engine.close()
+        assert time.monotonic() - began < 3
+        assert future.done()
+        assert future.result().status == Status.CLOSED
+        async with Near() as again:
+            assert (again.read(again.alloc(MIB, fill=5)) == 5).all()
+        control()
+        await asyncio.sleep(0.1)
+
+
+# -- the other process ------------------------------------------------------------------------------------------------
+
+
+@simulated()
+async def test_an_owner_that_is_killed() -> None:
+    async with other() as owner, Near() as near:
+        mine = near.alloc(BIG, fill=1)
+        import_ = await near.reach(owner, BIG)
+        assert await near.move(PUT, mine, import_) == 0
+        control(STALL=1)
+        await asyncio.sleep(0.005)
+        _, future = near.start(GET, mine, import_)
+        await asyncio.sleep(0.02)
+        owner.signal(signal.SIGKILL)
+        assert (await within(future)).status == Status.PEER_LOST
+        await near.event(EventKind.PEER_DOWN)
+        near.fill(mine, 6)
+        control()
+        await stays(near, mine, 6)
+        with pytest.raises(KvxferError) as caught:
+            near.start(GET, mine, import_)
+        assert caught.value.status == Status.PEER_LOST
+
+
+@simulated()
+async def test_a_stopped_owner_is_not_connected_to() -> None:
+    """Its connect would hang. The side link is asked first, so nothing is lost but that operation's time."""
+    async with other() as stopped, other() as well, Near() as near:
+        mine = near.alloc(MIB, fill=1)
+        good, bad = await near.reach(well), await near.reach(stopped)
+        assert await near.move(PUT, mine, good) == 0
+        stopped.signal(signal.SIGSTOP)
+        outcome = near.start(PUT, mine, bad)
+        assert await near.move(PUT, mine, good) == 0
+        assert (await within(outcome[1])).status == Status.TIMEOUT
+        stopped.signal(signal.SIGCONT)
+        await asyncio.sleep(0.05)
+        assert await near.move(PUT, mine, bad) == 0
+
+
+@simulated()
+async def test_an_owner_that_stops_in_the_middle() -> None:
+    """One-sided: the bytes do not need it. Only what wants an answer waits."""
+    async with other() as owner, Near() as near:
+        mine = near.alloc(MIB, fill=1)
+        import_ = await near.reach(owner)
+        assert await near.move(PUT, mine, import_) == 0
+        owner.signal(signal.SIGSTOP)
+        assert await near.move(PUT, mine, import_) == 0
+        token, future = near.start(PUT, mine, import_, notify=(1, 1))
+        await asyncio.sleep(0.05)
+        assert not future.done()
+        near.engine.cancel(token)
+        assert (await within(future)).status == Status.CANCELLED
+
+
+@simulated()
+async def test_an_owner_that_restarts_on_the_same_ports() -> None:
+    ports = {"hixl_port": 21000 + os.getpid() % 9000, "hixl_engine_port": 31000 + os.getpid() % 9000}
+    async with Near() as near:
+        mine = near.alloc(MIB, fill=1)
+        async with other(**ports) as owner:
+            import_ = await near.reach(owner)
+            assert await near.move(PUT, mine, import_) == 0
+            owner.signal(signal.SIGKILL)
+            await near.event(EventKind.PEER_DOWN)
+        async with other(**ports) as owner:
+            import_ = await near.reach(owner)
+            assert await near.move(PUT, mine, import_) == 0
+            near.fill(mine, 7)
+            assert await near.move(GET, mine, import_) == 0
+            assert (near.read(mine) == 1).all()
