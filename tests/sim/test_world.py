@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
 import pytest
 
+from kvxfer.native.engine import Engine
+from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.testing.sim.loop import Process, SimLoop, Stuck, run_in
 from kvxfer.testing.sim.network import Host, Network, SimTransport
 
@@ -197,3 +200,13 @@ def test_nobody_listens_on_an_unknown_host() -> None:
         assert isinstance(pair.hosts[0], Host)
 
     Pair().run(work)
+
+
+def test_the_simulated_engine_has_the_methods_of_the_engine() -> None:
+    """Whoever adds a method to the engine, or changes one, finds out here that the simulator needs it too."""
+    elsewhere = {"closed", "step", "register", "device", "device_count", "read", "read_into", "write"}  # not simulated
+    names = {name for name in vars(Engine) if not name.startswith("_")} - elsewhere
+    assert {name for name in names if not hasattr(SimEngine, name)} == set()
+    for name in names:
+        wanted, found = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (Engine, SimEngine))
+        assert found == wanted, name

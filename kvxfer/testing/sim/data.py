@@ -139,4 +139,5 @@ def _transport(index: int, name: str, endpoint: str, caps: int) -> TransportInfo
         region_bytes_max=1 << 40,
         copies_per_byte=1.0,
         memory=1,
+        local_memory=1,
     )

@@ -33,7 +33,7 @@ class Owner:
         self._on_event: Callable[[Event], None] | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Event] | Callable[[Event], None]] = {}
-        self.unavailable: tuple[tuple[str, str], ...] = ()
+        self.unavailable: dict[str, str] = {}
         self._ring: deque[Event] = deque()
         self._woken = False
         self.regions: dict[int, SimRegion] = {}
@@ -57,6 +57,9 @@ class Owner:
 
     def attach(self, loop: SimLoop, on_event: Callable[[Event], None]) -> None:
         self._loop, self._on_event = loop, on_event
+
+    def count_choice(self, index: int, choice: int) -> None:
+        """Nobody reads the counters here."""
 
     # -- events ------------------------------------------------------------------------------------------------
 

@@ -125,6 +125,9 @@ class Simulation:
             self.configs[host.name] = world.config(host)
             world.start_daemon(host, self.configs[host.name])
         await self._until(lambda: all(daemon.ready for daemon in world.daemons.values()), UP_S, "daemons start")
+        for daemon in world.daemons.values():
+            if daemon.ended.done() and daemon.ended.exception() is not None:
+                world.oracle.wrong("start", f"{daemon.process.name}: {daemon.ended.exception()!r}")
         for number in range(plan.workers):
             host = hosts[number % len(hosts)]
             world.start_worker(host, self.configs[host.name])

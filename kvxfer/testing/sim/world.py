@@ -135,7 +135,8 @@ class Worker:
             while not self.stop.is_set():
                 try:
                     await self._work(Client(socket, config=config, name=self.process.name))
-                except KvxferError:  # no daemon yet: whoever supervises this process tries again
+                except KvxferError as error:  # no daemon yet: whoever supervises this process tries again
+                    self.world.trace.detail(f"cannot start: {error!r}")
                     await asyncio.sleep(0.2)
         finally:
             self.world.note_end(self.process)
