@@ -109,7 +109,7 @@ sim: build ## play SEEDS new seeds of simulated clusters, and all that ever fail
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py
 
-check-aarch64: $(VENV)/.runtime ## cross-compile all native code for aarch64, run its C tests in an emulator
+check-aarch64: build $(VENV)/.dev ## cross-compile all native code for aarch64, run its C tests in an emulator
 	@echo "== aarch64"; $(PY) -m tests.native.aarch64.run $(ARGS)
 
 format: $(VENV)/.dev ## rewrite Python and C files in the project's format

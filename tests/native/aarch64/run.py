@@ -52,6 +52,9 @@ STRICT = ["-Wshadow"]
 OPTIMISED = ["-O3", "-g", "-pthread", "-fvisibility=hidden"]
 # Instructions that make the difference on this architecture: stores past the caches, checksums by the CPU.
 EXPECTED_CODE = ("ldnp", "stnp", "crc32cx", "crc32cb")
+SIMULATOR_TESTS = (
+    "(bytes_move_between_processes and 9.1) or killed_peer or timeout_latches or ipc_memory or counted or slots"
+)
 ROUNDS = {"roundtrip": 1, "storm": 800, "close": 4, "kill": 2, "hostile": 2, sanitize.DEVICE: 20}
 WITHOUT_FOREIGN_MEMORY = ("shm",)
 FUZZ_SECONDS = 1
@@ -233,6 +236,13 @@ def check_ascend(units: list[Unit], variant: str, abi: int, toolkit: str) -> str
         return call(emulated(made, toolkit, *free_ports(2)), **environment)
 
 
+def check_simulator() -> str:
+    """Tests of the simulated libraries themselves, across processes; all of them pass, these need few builds."""
+    tests = [str(path) for path in sorted(TESTS.glob("test_ascend_sim*.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SIMULATOR_TESTS, *tests]
+    return call(command, CXX=CXX, KVXFER_TEST_EMULATOR=EMULATOR, PYTHONPATH=str(ROOT), KVXFER_TEST_LOOP="asyncio")
+
+
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +256,7 @@ def steps(driver: Path, units: list[Unit]) -> Iterator[tuple[str, Callable[[], s
             f"CANN {variant} (simulated, C++ ABI {abi})",
             lambda variant=variant, abi=abi, toolkit=toolkit: check_ascend(units, variant, abi, toolkit),
         )
+    yield "simulator across processes", check_simulator
     for name, _, apart in sanitize.SCENARIOS:
         for transport in sanitize.TRANSPORTS:
             if "+" in transport or (apart and transport == "loop") or (name == sanitize.DEVICE and transport != "loop"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from tests.native.ascend_sim.simulation import Simulation
 MIB = 1 << 20
 PAGE = 2 * MIB
 LIMIT_S = 10.0 * slack()
+# What runs the driver when CXX is a cross compiler (`make check-aarch64`).
+EMULATOR = shlex.split(os.environ.get("KVXFER_TEST_EMULATOR", ""))
 OK, INVALID, TIMEOUT, NOT_CONNECTED, ALREADY, UNSUPPORTED, EXHAUSTED, FAILED = (
     *("0", "103900", "103901", "103902", "103903", "103905"),
     *("203900", "503900"),
@@ -34,7 +37,11 @@ class Driver:
         program = build_driver(build("9.1", 1), abi)
         environment["LD_LIBRARY_PATH"] = environment["KVXFER_CANN_LIBDIR"]
         self.process = subprocess.Popen(
-            [str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+            [*EMULATOR, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
         )
         self.pending = b""
 

@@ -263,7 +263,7 @@ uint8_t *kvxsim_card_direct(int index) {
 
 uint64_t kvxsim_process_started(int pid) {
     char path[64], text[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    snprintf(path, sizeof path, "/proc//%d/stat", pid); /* qemu makes up what a process reads of itself, but not so */
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return 0;
