@@ -27,6 +27,7 @@ def play(*arguments: str, hash_seed: str = "random") -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.timeout(600)  # half a minute of computing; a busy machine may give it late
 def test_new_seeds_and_all_that_ever_failed() -> None:
     jobs = str(min(2, os.cpu_count() or 1))
     done = play("--seeds", str(NEW_SEEDS), "--jobs", jobs, "--file", str(SEEDS_FILE))
