@@ -281,16 +281,14 @@ class Oracle:
         if process.ends:
             self.wrong("after_close", f"{process.name}: open {[type(end).__name__ for end in process.ends][:4]}")
 
-    def handler(self) -> None:
-        """What reached the loop's exception handler is a bug, except in processes that were killed."""
-        for context in self.world.loop.wrong:
-            owner = context.get("process")
-            if owner is None and "never retrieved" in str(context.get("message")):
-                continue  # of a process that was killed: nobody was left to look
-            if owner is None or owner.alive:
-                error = context.get("exception")
-                self.wrong("exception", f"{context.get('message')}: {error!r} {_where(error)}")
-        self.world.loop.wrong.clear()
+    def handled(self, context: dict[str, Any]) -> None:
+        """What reaches the loop's exception handler is a bug, except in processes that were killed."""
+        owner = PROCESS.get()
+        if owner is None and "never retrieved" in str(context.get("message")):
+            return  # of a process that was killed: nobody was left to look
+        if owner is None or owner.alive:
+            error = context.get("exception")
+            self.wrong("exception", f"{context.get('message')}: {error!r} {_where(error)}")
 
 
 def _where(error: BaseException | None) -> str:

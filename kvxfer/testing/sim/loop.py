@@ -113,7 +113,7 @@ class SimLoop(base_events.BaseEventLoop):
         self.pids = itertools.count(1000)
         self.steps = 0
         self.network: Network
-        self.wrong: list[dict[str, Any]] = []  # what reached the exception handler
+        self.on_error: Callable[[dict[str, Any]], None] = _nobody  # what reaches the exception handler
         self.thread_delay: Callable[[], float] = lambda: 0.0
         self.on_step: Callable[[], None] | None = None
         self.next_look = 0  # the step before which ``on_step`` is called
@@ -233,7 +233,11 @@ def _make_task(loop: Any, coro: Any, context: Context | None = None) -> SimTask:
 
 
 def _keep(loop: Any, context: dict[str, Any]) -> None:
-    loop.wrong.append({**context, "process": PROCESS.get()})
+    loop.on_error(context)
+
+
+def _nobody(_: dict[str, Any]) -> None:
+    """Nobody looks at errors."""
 
 
 def run_in(process: Process, call: Callable[..., Any], *args: Any) -> Any:

@@ -103,7 +103,6 @@ class Simulation:
                     world.loop.run_until_complete(self._main())
                 except Stuck as stuck:
                     world.oracle.wrong("stuck", str(stuck))
-                world.oracle.handler()
                 self._bury()
         finally:
             if collecting:

@@ -165,6 +165,7 @@ class World:
         self.loop.thread_delay = self.network.latency
         self.trace = Trace(self.loop, show)
         self.oracle = Oracle(self)
+        self.loop.on_error = self.oracle.handled
         self.engines: dict[str, SimEngine] = {}
         self.daemons: dict[str, Daemon] = {}
         self.former: list[Daemon] = []  # earlier runs of daemons
