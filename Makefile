@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim cases cases-full sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -105,6 +105,12 @@ test-asyncio test-debug test-uvloop: build $(VENV)/.dev
 SEEDS ?= 1000
 sim: build ## play SEEDS new seeds of simulated clusters, and all that ever failed (ARGS="--help" lists the options)
 	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --jobs $$(nproc) --file tests/sim/seeds.txt $(ARGS)
+
+cases: build $(VENV)/.dev ## the case book: what users of such systems met (ARGS="-k c08" chooses)
+	@KVXFER_TEST_LOOP=asyncio $(PYTEST) -q --durations=8 tests/cases $(ARGS)
+
+cases-full: build $(VENV)/.dev ## the same with the long versions, at their full numbers (for the night)
+	@KVXFER_TEST_LOOP=asyncio KVXFER_TEST_FULL=1 $(PYTEST) -q --durations=8 tests/cases $(ARGS)
 
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py

@@ -42,6 +42,7 @@ def slack() -> float:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "once: no event loop changes the outcome; runs in one loop mode")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; left out of `make check`")
+    config.addinivalue_line("markers", "full: the long version of a case; runs under `make cases-full` only")
     if loop_mode() == "debug":
         config.option.asyncio_debug = True
     if config.getoption("timeout") is None and slack() > 1:
@@ -64,8 +65,11 @@ def loop_matters(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if loop_mode() == "asyncio":
-        return
-    kept = [item for item in items if loop_matters(item)]
-    config.hook.pytest_deselected(items=[item for item in items if not loop_matters(item)])
+    full = os.environ.get("KVXFER_TEST_FULL", "") == "1"
+    kept = [
+        item
+        for item in items
+        if (loop_mode() == "asyncio" or loop_matters(item)) and (full or item.get_closest_marker("full") is None)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept

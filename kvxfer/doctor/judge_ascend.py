@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from kvxfer.addresses import is_wildcard
 from kvxfer.config import Config
 from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink
 from kvxfer.doctor.finding import Finding, Group, size, some
@@ -47,6 +48,7 @@ def judge_ascend(ascend: Ascend, config: Config) -> Iterator[Finding]:
     if not accelerator.simulated:
         yield from judge_hccn(ascend)
         yield from _links(ascend.links)
+    yield from _name(config)
     yield from _sharing(ascend)
     yield from judge_settings(ascend.environment, config)
 
@@ -196,6 +198,13 @@ def _links(links: tuple[CardLink, ...]) -> Iterator[Finding]:
         shown = ", ".join(f"card {device} {tls}" for tls, device in switches.items())
         advice = "hccn_tool -i N -tls -s enable 0 (or 1): the same on every card of every node, or links fail"
         yield _GROUP.problem("tls of the cards", f"not the same everywhere: {shown}", advice)
+
+
+def _name(config: Config) -> Iterator[Finding]:
+    name = config.hixl_bind_host
+    if is_wildcard(name):
+        found = f"hixl would call its engine {name}, which no peer can dial, so it does not open"
+        yield _GROUP.warning("address", found, "set data_bind to an address, or let data_advertise name one first")
 
 
 def _sharing(ascend: Ascend) -> Iterator[Finding]:

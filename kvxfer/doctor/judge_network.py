@@ -85,10 +85,6 @@ def judge_addresses(network: Network, config: Config) -> Iterator[Finding]:
     if listen != "localhost" and not accepts(config.data_bind_host, listen) and not config.data_advertise:
         found = f"control listens on {listen}, data on {config.data_bind_host}: two address families"
         yield _NETWORK.warning("data_bind", found, "peers need routes for both; use one family unless that is meant")
-    name = config.hixl_bind_host
-    if is_wildcard(name):
-        found = f"hixl would call its engine {name}, which no peer can dial"
-        yield _NETWORK.warning("hixl address", found, "set data_bind or data_advertise to an address before using hixl")
     try:
         config.check_security()
     except ConfigError as refused:

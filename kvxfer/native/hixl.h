@@ -29,7 +29,8 @@
 #define HIXL_ZOMBIES_MAX      8   /* calls that never returned, in this process; from then on no new connect */
 #define HIXL_BATCH_OPS        1024
 #define HIXL_BATCH_BYTES      (UINT64_C(8) << 20)
-#define HIXL_WINDOW_BYTES     (UINT64_C(64) << 20) /* under way on one link: how much a cancel may have to wait for */
+#define HIXL_WINDOW_MIN       (UINT64_C(16) << 20) /* under way on one link: how much a cancel may have to wait for */
+#define HIXL_WINDOW_MAX       (UINT64_C(64) << 20) /* where that much is done between two looks */
 #define HIXL_BATCHES_MAX      256                  /* under way on one engine: its slots are 512 */
 #define HIXL_HEAD_POLLS       8                    /* batches of a link that are asked for at once, the oldest */
 #define HIXL_POLL_MIN_NS      50000
@@ -146,6 +147,7 @@ struct hixl_link {
     hixl_batch *batch_first, *batch_last;
     uint32_t live; /* batches under way */
     uint64_t live_bytes;
+    uint64_t window; /* of live_bytes: grows when all of it was done before the next look */
     uint64_t again_ms; /* the library had no slot: not before */
     hixl_link *next;
 

@@ -281,6 +281,7 @@ static hixl_link *link_new(hixl_device *device, hixl_route route, const char *na
     }
     link->device = device;
     link->route = route;
+    link->window = HIXL_WINDOW_MIN;
     memcpy(link->remote, name, strlen(name));
     hixl_machine_init(&link->machine, route == HIXL_BY_NETWORK, config->connect_ms, config->connect_ms,
                       config->connect_ms);

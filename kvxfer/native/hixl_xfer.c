@@ -383,7 +383,7 @@ static void serve(hixl_link *link, uint64_t now_ms) {
     bool broken = false;
     bool full = link->route == HIXL_BY_COPY && link->live != 0; /* a stream tells only when all of it is done */
     while (link->machine.state == HIXL_UP && link->run_first != NULL && !full && !broken &&
-           link->live_bytes < HIXL_WINDOW_BYTES && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
+           link->live_bytes < link->window && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
         hixl_xfer *xfer = link->run_first;
         if (atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed)) {
             fail(xfer, KVX_E_CANCELLED, -1);
@@ -499,7 +499,11 @@ static void retire(hixl_device *device, uint64_t now_ms) {
 static void turn(hixl_link *link, uint64_t now_ms, bool look) {
     kvx_hixl_link_turn(link, now_ms);
     if (link->machine.state == HIXL_UP) {
+        bool waited = link->live != 0;
         bool broken = link->route == HIXL_BY_COPY ? poll_copies(link) : poll_network(link);
+        if (waited && link->live == 0 && link->run_first != NULL && link->window < HIXL_WINDOW_MAX) {
+            link->window *= 2;
+        }
         if (broken) {
             kvx_hixl_link_fail(link, now_ms, true);
         }

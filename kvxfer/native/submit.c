@@ -267,6 +267,9 @@ static void count_op(kvx_core *core, const op_box *box, int status, uint64_t byt
 }
 
 void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment) {
+    if (op->seam != NULL && op->seam(op, status, bytes, sys_errno, segment)) {
+        return;
+    }
     op_box *box = (op_box *)op;
     kvx_core *core = box->core;
     bool inlined = submitting.op == op;

@@ -93,6 +93,10 @@ struct kvx_op {
     _Atomic bool cancelled; /* look at it between chunks */
     bool corrupt; /* test seam, set by the fault transport: flip one bit of the first byte that this op delivers */
     int injected; /* test seam, likewise: the status that the op ends with when all went well */
+    /* test seam, likewise: called first by kvx_op_complete; true = the op is not over, whoever set it goes on with it
+     */
+    bool (*seam)(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment);
+    void *seam_data;
     void *transport_data;
 };
 

@@ -10,6 +10,13 @@
  *   hang_rate=P     an operation does nothing until it is cancelled or its peer is closed
  *   flip_rate=P     one bit of the first byte delivered is wrong (a checked operation notices)
  *   short_rate=P    only a part moves, nobody is notified, and the operation ends with KVX_E_INJECTED
+ *   fail_op=K       like fail_rate, for the Kth operation (from 1) alone
+ *   hang_op=K       like hang_rate, for the Kth operation alone
+ *   refuse_op=K     the Kth operation is not even taken: its submit fails with KVX_E_INJECTED
+ *   stuck_ms=N      an operation does nothing for so long, deaf to its cancel, and then moves its bytes all the same
+ *   stuck_ops=N     that happens to the first N operations only
+ *   chunk_bytes=N   an operation moves in pieces of so many bytes (at most), never in the caller's thread
+ *   chunk_ms=N      the pause before each piece
  *
  * P is from 0 to 1 in decimal digits. One throw decides each rate, in this order; the first that hits is what happens.
  */
@@ -25,12 +32,22 @@
 #define DELAY_MS_MAX UINT64_C(600000)
 #define RETRY_MS     1
 
-enum fate { FATE_PASS, FATE_FAIL, FATE_HANG, FATE_FLIP, FATE_SHORT };
+enum fate { FATE_PASS, FATE_FAIL, FATE_HANG, FATE_FLIP, FATE_SHORT, FATE_REFUSE, FATE_STUCK };
 
 typedef struct fault_op {
     kvx_op *op;
     uint64_t due_ms; /* UINT64_MAX: it hangs */
+    bool deaf;       /* to its cancel */
     struct fault_op *next;
+    /* Of one that moves in pieces: what it was, and how far it is. It lives as long as the op. */
+    struct fault_transport *fault;
+    kvx_segment *segments; /* NULL: it moves at once */
+    uint32_t count, at;
+    uint64_t bytes, offset, moved;
+    uint32_t flags;
+    bool ended; /* its peer is being closed: no further piece */
+    kvx_segment piece;
+    struct fault_op *pieced_next, **pieced_at;
 } fault_op;
 
 typedef struct fault_transport {
@@ -43,9 +60,15 @@ typedef struct fault_transport {
     bool limited;
     uint64_t fail_after;
     uint64_t fail_rate, hang_rate, flip_rate, short_rate; /* of RATE_ONE */
+    uint64_t fail_op, hang_op, refuse_op;                 /* 0: none */
+    uint64_t stuck_ms, stuck_ops, chunk_bytes, chunk_ms;
     uint64_t taken;
     pthread_mutex_t lock; /* also held while a waiting op is handed on, so that its peer is not closed meanwhile */
     fault_op *waiting;    /* by the time that they are due */
+    /* Taken last, also under locks of the inner transport, by whoever ends a piece. */
+    pthread_mutex_t pieces_lock;
+    fault_op *pieced;   /* every op that moves in pieces */
+    fault_op *returned; /* those whose piece has moved, on their way back to `waiting` */
 } fault_transport;
 
 /* -- the spec --------------------------------------------------------------------------------------------------- */
@@ -107,6 +130,18 @@ static bool setting(fault_transport *fault, const char *name, const char *value)
     }
     const struct {
         const char *name;
+        uint64_t *number;
+    } numbers[] = {{"fail_op", &fault->fail_op},        {"hang_op", &fault->hang_op},
+                   {"refuse_op", &fault->refuse_op},    {"stuck_ms", &fault->stuck_ms},
+                   {"stuck_ops", &fault->stuck_ops},    {"chunk_ms", &fault->chunk_ms},
+                   {"chunk_bytes", &fault->chunk_bytes}};
+    for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
+        if (strcmp(name, numbers[i].name) == 0) {
+            return whole_number(value, &end, numbers[i].number) && *end == '\0';
+        }
+    }
+    const struct {
+        const char *name;
         uint64_t *rate;
     } rates[] = {{"fail_rate", &fault->fail_rate},
                  {"hang_rate", &fault->hang_rate},
@@ -122,6 +157,7 @@ static bool setting(fault_transport *fault, const char *name, const char *value)
 
 static int spec_take(fault_transport *fault, const char *spec, char *why, size_t why_size) {
     fault->state = 1;
+    fault->stuck_ops = UINT64_MAX;
     while (*spec != '\0') {
         char item[64];
         size_t length = strcspn(spec, ",");
@@ -137,7 +173,8 @@ static int spec_take(fault_transport *fault, const char *spec, char *why, size_t
         if (equals == NULL || !setting(fault, item, equals + 1)) {
             snprintf(why, why_size,
                      "fault_spec: cannot understand '%.*s' (known: seed=N delay_ms=A..B fail_after=N fail_rate=P "
-                     "hang_rate=P flip_rate=P short_rate=P, P from 0 to 1)",
+                     "hang_rate=P flip_rate=P short_rate=P fail_op=K hang_op=K refuse_op=K stuck_ms=N stuck_ops=N "
+                     "chunk_bytes=N chunk_ms=N, P from 0 to 1)",
                      length < 60 ? (int)length : 60, spec);
             return KVX_E_INVALID;
         }
@@ -165,6 +202,18 @@ static enum fate fate_of(fault_transport *fault, uint64_t *delay_ms_p, uint64_t 
     *delay_ms_p = fault->delay_min_ms + dice(fault) % (fault->delay_max_ms - fault->delay_min_ms + 1);
     *share_p = dice(fault);
     fault->taken++;
+    if (fault->taken == fault->refuse_op) {
+        return FATE_REFUSE;
+    }
+    if (fault->taken == fault->fail_op) {
+        return FATE_FAIL;
+    }
+    if (fault->taken == fault->hang_op) {
+        return FATE_HANG;
+    }
+    if (fault->stuck_ms != 0 && fault->taken <= fault->stuck_ops) {
+        return FATE_STUCK;
+    }
     if ((fault->limited && fault->taken > fault->fail_after) || thrown[0] < fault->fail_rate) {
         return FATE_FAIL;
     }
@@ -190,7 +239,7 @@ static fault_op *wait_remove(fault_transport *fault, bool all, const kvx_peer *p
     fault_op *taken = NULL;
     for (fault_op **at = &fault->waiting; *at != NULL;) {
         fault_op *waiting = *at;
-        bool cancelled = atomic_load_explicit(&waiting->op->cancelled, memory_order_relaxed);
+        bool cancelled = !waiting->deaf && atomic_load_explicit(&waiting->op->cancelled, memory_order_relaxed);
         if (all || (peer != NULL ? waiting->op->import->peer == peer : cancelled)) {
             *at = waiting->next;
             waiting->next = taken;
@@ -202,34 +251,166 @@ static fault_op *wait_remove(fault_transport *fault, bool all, const kvx_peer *p
     return taken;
 }
 
+/* -- pieces ----------------------------------------------------------------------------------------------------- */
+
+static void pieces_link(fault_transport *fault, fault_op *mine) {
+    pthread_mutex_lock(&fault->pieces_lock);
+    mine->pieced_next = fault->pieced;
+    mine->pieced_at = &fault->pieced;
+    if (fault->pieced != NULL) {
+        fault->pieced->pieced_at = &mine->pieced_next;
+    }
+    fault->pieced = mine;
+    pthread_mutex_unlock(&fault->pieces_lock);
+}
+
+/* With pieces_lock held. */
+static void pieces_unlink(fault_op *mine) {
+    *mine->pieced_at = mine->pieced_next;
+    if (mine->pieced_next != NULL) {
+        mine->pieced_next->pieced_at = mine->pieced_at;
+    }
+}
+
+/* The op is what it was before it was cut. */
+static void pieces_restore(fault_op *mine) {
+    kvx_op *op = mine->op;
+    op->segments = mine->segments;
+    op->count = mine->count;
+    op->bytes = mine->bytes;
+    op->flags = mine->flags;
+    op->seam = NULL;
+}
+
+/* Is called by kvx_op_complete at the end of each piece, from whatever thread. */
+static bool piece_ended(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment) {
+    fault_op *mine = op->seam_data;
+    fault_transport *fault = mine->fault;
+    mine->moved += bytes;
+    op->corrupt = false;
+    pthread_mutex_lock(&fault->pieces_lock);
+    bool more = status == KVX_OK && mine->moved < mine->bytes;
+    if (more && !mine->ended) {
+        mine->next = fault->returned;
+        fault->returned = mine;
+        kvx_core_wake(fault->core, fault->slot, 0);
+        pthread_mutex_unlock(&fault->pieces_lock);
+        return true;
+    }
+    pieces_unlink(mine);
+    pthread_mutex_unlock(&fault->pieces_lock);
+    pieces_restore(mine);
+    kvx_op_complete(op, more ? KVX_E_PEER_LOST : status, mine->moved, sys_errno, segment < 0 ? -1 : (int)mine->at);
+    free(mine);
+    return true;
+}
+
+/* Makes the op the next piece of itself. */
+static void piece_begin(fault_transport *fault, fault_op *mine) {
+    kvx_op *op = mine->op;
+    const kvx_segment *whole = &mine->segments[mine->at];
+    if (mine->offset == whole->length) {
+        whole = &mine->segments[++mine->at];
+        mine->offset = 0;
+    }
+    uint64_t left = whole->length - mine->offset;
+    uint64_t length = left < fault->chunk_bytes ? left : fault->chunk_bytes;
+    mine->piece = (kvx_segment){.local_offset = whole->local_offset + mine->offset,
+                                .remote_offset = whole->remote_offset + mine->offset,
+                                .length = length};
+    mine->offset += length;
+    op->segments = &mine->piece;
+    op->count = 1;
+    op->bytes = length;
+    bool last = mine->moved + length == mine->bytes;
+    op->flags = last ? mine->flags : mine->flags & ~(uint32_t)KVX_OP_NOTIFY;
+    op->seam_data = mine;
+    op->seam = piece_ended;
+}
+
+/* The inner transport did not take the piece. */
+static void piece_undo(fault_op *mine) {
+    mine->offset -= mine->piece.length;
+    pieces_restore(mine);
+}
+
+/* Those that come back wait for their next turn; with the lock held. */
+static void pieces_collect(fault_transport *fault) {
+    pthread_mutex_lock(&fault->pieces_lock);
+    fault_op *back = fault->returned;
+    fault->returned = NULL;
+    pthread_mutex_unlock(&fault->pieces_lock);
+    while (back != NULL) {
+        fault_op *next = back->next;
+        back->due_ms = kvx_now_ms() + fault->chunk_ms;
+        wait_insert(fault, back);
+        back = next;
+    }
+}
+
+/* Ends an op that waits. Whoever called keeps `waiting` and frees it. */
+static void complete(fault_op *waiting, int status) {
+    if (waiting->segments != NULL) {
+        pthread_mutex_lock(&waiting->fault->pieces_lock);
+        pieces_unlink(waiting);
+        pthread_mutex_unlock(&waiting->fault->pieces_lock);
+        pieces_restore(waiting);
+    }
+    kvx_op_complete(waiting->op, status, waiting->moved, 0, -1);
+}
+
 static void complete_all(fault_op *list, int status) {
     while (list != NULL) {
         fault_op *next = list->next;
-        kvx_op_complete(list->op, status, 0, 0, -1);
+        complete(list, status);
         free(list);
         list = next;
     }
+}
+
+/* -- handing on ------------------------------------------------------------------------------------------------- */
+
+/* One that is due; with the lock held. False: it has to wait a little more. */
+static bool hand_on(fault_transport *fault, fault_op *due) {
+    bool pieces = due->segments != NULL;
+    if (due->deaf) {
+        due->deaf = false;
+        atomic_store(&due->op->cancelled, false);
+    }
+    if (pieces) {
+        piece_begin(fault, due);
+    }
+    /* From here on a piece may have ended, and `due` with it. */
+    int status = fault->inner->submit(fault->transport, due->op);
+    if (status == KVX_OK || status == KVX_PENDING) {
+        if (!pieces) {
+            free(due);
+        }
+        return true;
+    }
+    if (pieces) {
+        piece_undo(due);
+    }
+    if (status == KVX_AGAIN) {
+        due->due_ms = kvx_now_ms() + RETRY_MS;
+        wait_insert(fault, due);
+        return false;
+    }
+    complete(due, status);
+    free(due);
+    return true;
 }
 
 /* Hands on what is due. */
 static int wait_run(fault_transport *fault) {
     int steps = 0;
     pthread_mutex_lock(&fault->lock);
+    pieces_collect(fault);
     fault_op *cancelled = wait_remove(fault, false, NULL);
     while (fault->waiting != NULL && fault->waiting->due_ms <= kvx_now_ms()) {
         fault_op *due = fault->waiting;
         fault->waiting = due->next;
-        int status = fault->inner->submit(fault->transport, due->op);
-        if (status == KVX_AGAIN) {
-            due->due_ms = kvx_now_ms() + RETRY_MS;
-            wait_insert(fault, due);
-            continue;
-        }
-        if (status != KVX_OK && status != KVX_PENDING) {
-            kvx_op_complete(due->op, status, 0, 0, -1);
-        }
-        free(due);
-        steps++;
+        steps += hand_on(fault, due);
     }
     pthread_mutex_unlock(&fault->lock);
     complete_all(cancelled, KVX_E_CANCELLED);
@@ -255,12 +436,19 @@ static void shorten(kvx_op *op, uint64_t share) {
     op->injected = KVX_E_INJECTED;
 }
 
-static int wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms) {
+static int wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms, bool deaf) {
     fault_op *waiting = malloc(sizeof(*waiting));
     if (waiting == NULL) {
         return KVX_E_NOMEM;
     }
-    *waiting = (fault_op){.op = op, .due_ms = due_ms};
+    *waiting = (fault_op){.op = op, .due_ms = due_ms, .deaf = deaf, .fault = fault};
+    if (fault->chunk_bytes != 0 && op->bytes != 0) {
+        waiting->segments = op->segments;
+        waiting->count = op->count;
+        waiting->bytes = op->bytes;
+        waiting->flags = op->flags;
+        pieces_link(fault, waiting);
+    }
     pthread_mutex_lock(&fault->lock);
     wait_insert(fault, waiting);
     pthread_mutex_unlock(&fault->lock);
@@ -282,12 +470,18 @@ static int fault_submit(void *transport, kvx_op *op) {
         kvx_op_complete(op, KVX_E_INJECTED, 0, 0, -1);
         return KVX_PENDING;
     }
+    if (fate == FATE_REFUSE) {
+        return KVX_E_INJECTED;
+    }
     if (fate == FATE_HANG) {
-        return wait_for(fault, op, UINT64_MAX);
+        return wait_for(fault, op, UINT64_MAX, false);
     }
     op->corrupt = fate == FATE_FLIP;
-    if (delay_ms != 0) {
-        return wait_for(fault, op, kvx_now_ms() + delay_ms);
+    if (fate == FATE_STUCK) {
+        return wait_for(fault, op, kvx_now_ms() + fault->stuck_ms, true);
+    }
+    if (delay_ms != 0 || (fault->chunk_bytes != 0 && op->bytes != 0)) {
+        return wait_for(fault, op, kvx_now_ms() + delay_ms + fault->chunk_ms, false);
     }
     return fault->inner->submit(fault->transport, op);
 }
@@ -315,9 +509,15 @@ static int fault_peer_close(void *transport, kvx_peer *peer, kvx_import *import)
         return fault->inner->peer_close(fault->transport, peer, import);
     }
     pthread_mutex_lock(&fault->lock);
+    pthread_mutex_lock(&fault->pieces_lock);
+    for (fault_op *at = fault->pieced; at != NULL; at = at->pieced_next) {
+        at->ended |= at->op->import->peer == peer;
+    }
+    pthread_mutex_unlock(&fault->pieces_lock);
+    pieces_collect(fault);
     fault_op *ours = wait_remove(fault, false, peer);
     for (fault_op *at = ours; at != NULL; at = at->next) {
-        kvx_op_complete(at->op, KVX_E_PEER_LOST, 0, 0, -1);
+        complete(at, KVX_E_PEER_LOST);
     }
     int status = fault->inner->peer_close(fault->transport, peer, NULL);
     pthread_mutex_unlock(&fault->lock);
@@ -348,14 +548,20 @@ static int fault_open(const kvx_transport_ops *inner, kvx_core *core, uint32_t s
         return status;
     }
     pthread_mutex_init(&fault->lock, NULL);
+    pthread_mutex_init(&fault->pieces_lock, NULL);
     *transport_p = fault;
     return KVX_OK;
 }
 
 static void fault_close(void *transport) {
     fault_transport *fault = transport;
+    for (fault_op *at = fault->pieced; at != NULL; at = at->pieced_next) {
+        at->ended = true;
+    }
+    pieces_collect(fault);
     complete_all(wait_remove(fault, true, NULL), KVX_E_CLOSED);
     fault->inner->close(fault->transport);
+    pthread_mutex_destroy(&fault->pieces_lock);
     pthread_mutex_destroy(&fault->lock);
     free(fault);
 }

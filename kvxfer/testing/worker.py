@@ -31,7 +31,7 @@ class Remote:
         self._timeout = timeout
         self._turn = asyncio.Lock()
 
-    async def do(self, name: str, **arguments: Any) -> dict[str, Any]:
+    async def do(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Run one command; raises `WorkerFailed` with the worker's own words when it failed."""
         async with self._turn:
             self.process.write(json.dumps({"do": name, **arguments}) + "\n")

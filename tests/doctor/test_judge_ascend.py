@@ -154,6 +154,16 @@ def test_tls_must_be_the_same_on_all_cards() -> None:
     assert (finding.state, "-tls -s enable" in finding.advice) == (State.PROBLEM, True)
 
 
+def test_an_engine_that_nobody_can_dial() -> None:
+    wildcard: dict[str, Any] = {"listen": "0.0.0.0:0", "advertise": ("10.0.0.1",), "secret": "0123456789abcdef"}
+    for config, expected in (
+        (Config(**wildcard), [State.WARNING]),
+        (Config(**wildcard, data_advertise=("10.0.0.1",)), []),
+    ):
+        found = [finding for finding in judge_ascend(GOOD, config) if finding.check == "address"]
+        assert [finding.state for finding in found] == expected
+
+
 def test_a_card_with_several_processes() -> None:
     finding = one("card 1 shared", holders={0: (7,), 1: (7, 8)})
     assert (finding.state, "16666" in finding.advice, "7, 8" in finding.found) == (State.WARNING, True, True)

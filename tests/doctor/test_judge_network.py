@@ -110,13 +110,6 @@ def test_control_and_data_of_two_families() -> None:
     assert one("data_bind", config=config).state is State.WARNING
 
 
-def test_an_engine_that_nobody_can_dial() -> None:
-    wildcard = Config(listen="0.0.0.0:0", advertise=("10.0.0.1",), **SECRET)
-    assert one("hixl address", config=wildcard).state is State.WARNING
-    told = Config(listen="0.0.0.0:0", advertise=("10.0.0.1",), data_advertise=("10.0.0.1",), **SECRET)
-    assert not [finding for finding in findings(config=told) if finding.check == "hixl address"]
-
-
 def test_a_secret_is_missed() -> None:
     finding = one("secret", config=Config(listen="10.0.0.1:17800"))
     assert (finding.state, "secret_file" in finding.advice) == (State.PROBLEM, True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, InjectedFault
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
 from kvxfer.native.status import Status
 from tests.native.conformance import KIB, MIB, Pair, Reach, settled, short_directory, within
@@ -218,3 +218,79 @@ async def test_specs_that_do_nothing(spec: str) -> None:
     async with reaching("loop", spec) as reach:
         assert isinstance(reach.put(0, 0, 100), Event)
         assert same(reach, 100)
+
+
+@INNER
+@pytest.mark.parametrize("kind", [OpKind.PUT, OpKind.GET])
+async def test_moving_in_pieces(inner: str, kind: OpKind) -> None:
+    async with reaching(inner, "chunk_bytes=4000,chunk_ms=2") as reach:
+        target, source = reach.remote_bytes, reach.mine_bytes
+        if kind == OpKind.GET:
+            target, source = source, target
+        rows = np.array([[i * 20_000, i * 20_000, 9000] for i in range(10)], np.uint64)
+        before, started = target.copy(), time.monotonic()
+        event = await settled(reach.many(kind, rows, notify=(5, 6), check=True))
+        assert (event.status, event.bytes) == (0, 90_000)
+        assert time.monotonic() - started > 0.055, "thirty pieces"
+        for i in range(10):
+            span = slice(i * 20_000, i * 20_000 + 9000)
+            assert np.array_equal(target[span], source[span])
+            before[span] = source[span]
+        assert np.array_equal(target, before)
+        assert (await reach.pair.owner.event(EventKind.NOTIFY)).tag == 5
+        assert [event.kind for event in reach.pair.owner.events].count(EventKind.NOTIFY) == 0, "told once"
+
+
+@INNER
+async def test_a_cancel_between_two_pieces(inner: str) -> None:
+    async with reaching(inner, "chunk_bytes=10000,chunk_ms=20") as reach:
+        token, waiting = reach.put(0, 0, 300 * KIB)  # type: ignore[misc]
+        await asyncio.sleep(0.1)
+        reach.engine.cancel(token)
+        event = await within(waiting)
+        assert (event.status, 0 < event.bytes < 300 * KIB) == (Status.CANCELLED, True)
+        after = reach.remote_bytes.copy()
+        assert same(reach, event.bytes)
+        await asyncio.sleep(0.1)
+        assert np.array_equal(after, reach.remote_bytes)
+
+
+@INNER
+async def test_the_peer_is_closed_between_two_pieces(inner: str) -> None:
+    async with reaching(inner, "chunk_bytes=1000,chunk_ms=1") as reach:
+        waiting = [reach.put(0, 0, length)[1] for length in (100 * KIB, 300 * KIB)]  # type: ignore[index]
+        await asyncio.sleep(0.02)
+        assert (await within(reach.engine.close_peer(reach.peer))).status == 0
+        assert [one.result().status for one in waiting] == [Status.PEER_LOST] * 2
+
+
+@INNER
+async def test_one_operation_of_many(inner: str) -> None:
+    for spec, found in (("fail_op=2", Status.INJECTED), ("hang_op=2", None)):
+        async with reaching(inner, spec) as reach:
+            assert (await settled(reach.put(0, 0, 100))).status == 0
+            second = reach.put(0, 0, 100)
+            assert (await settled(reach.put(0, 0, 100))).status == 0
+            if found is None:
+                token, waiting = second  # type: ignore[misc]
+                assert not waiting.done()
+                reach.engine.cancel(token)
+                found = Status.CANCELLED
+            assert (await settled(second)).status == found
+    async with reaching(inner, "refuse_op=2") as reach:
+        assert (await settled(reach.put(0, 0, 100))).status == 0
+        with pytest.raises(InjectedFault):
+            reach.put(0, 0, 100)
+        assert (await settled(reach.put(0, 0, 100))).status == 0
+
+
+@INNER
+async def test_stuck_and_deaf(inner: str) -> None:
+    async with reaching(inner, "stuck_ms=100,stuck_ops=1") as reach:
+        token, waiting = reach.put(0, 0, 300 * KIB)  # type: ignore[misc]
+        reach.engine.cancel(token)
+        await asyncio.sleep(0.03)
+        assert not waiting.done()
+        assert (await within(waiting)).status == 0
+        assert same(reach, 300 * KIB), "late, but all of it"
+        assert (await settled(reach.put(0, 0, 100))).status == 0

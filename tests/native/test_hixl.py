@@ -10,13 +10,14 @@ import asyncio
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from kvxfer.errors import KvxferError, OutOfRange
-from kvxfer.native.engine import EventKind, MemoryKind, OpKind
+from kvxfer.native.engine import EventKind, MemoryKind, OpKind, RegionInfo
 from kvxfer.native.status import Status
-from tests.native.hixl_process import MIB, Near, control, other, within
+from tests.native.hixl_process import MIB, Near, Other, control, other, within
 from tests.native.simulated import simulated
 
 pytestmark = pytest.mark.once
@@ -24,71 +25,53 @@ PUT, GET = OpKind.PUT, OpKind.GET
 BIG = 16 * MIB
 
 
-async def moves_both_ways(kind: MemoryKind, far: str, device: int = 1, **changes: object) -> None:
-    async with other(**changes) as owner, Near(**changes) as near:
-        mine = near.alloc(MIB, kind, fill=7)
-        offer = await owner.call("offer", length=MIB, kind=far, device=device)
-        import_ = await near.import_(await near.connect(owner.endpoint), offer)
-        assert await near.move(PUT, mine, import_, notify=(5, 6)) == 0
-        assert await owner.call("told") == [5, 6]
-        grant = offer["grant"]
-        assert (await owner.call("look", grant=grant))[7] == MIB
-        await owner.call("fill", grant=grant, value=9)
-        assert await near.move(GET, mine, import_) == 0
-        assert (near.read(mine) == 9).all()
+async def moves_both_ways(owner: Other, near: Near, kind: MemoryKind, far: str, device: int = 1) -> None:
+    mine = near.alloc(MIB, kind, fill=7)
+    offer = await owner.call("offer", length=MIB, kind=far, device=device)
+    import_ = await near.import_(await near.connect(owner.endpoint), offer)
+    assert await near.move(PUT, mine, import_, notify=(5, 6)) == 0
+    assert await owner.call("told") == [5, 6]
+    assert (await owner.call("look", grant=offer["grant"]))[7] == MIB
+    await owner.call("fill", grant=offer["grant"], value=9)
+    assert await near.move(GET, mine, import_) == 0
+    assert (near.read(mine) == 9).all()
 
 
-@simulated()
-async def test_between_cards() -> None:
-    await moves_both_ways(MemoryKind.HBM, "HBM")
+async def reaches_beyond_four_gib(owner: Other, near: Near) -> None:
+    length, at = 5 << 30, (4 << 30) + 12345
+    mine = near.alloc(MIB, fill=3)
+    grant = await owner.call("offer", length=length, kind="HBM", device=1, fill=None)
+    import_ = await near.import_(await near.connect(owner.endpoint), grant)
+    for kind in (PUT, GET):
+        outcome = near.engine.submit_one(kind, mine.id, import_, 0, at, MIB)
+        assert isinstance(outcome, tuple)
+        assert (await within(outcome[1])).status == 0
+        if kind == PUT:
+            near.fill(mine, 0)
+    assert (near.read(mine) == 3).all()
 
 
-@simulated()
-async def test_between_pinned_memory() -> None:
-    await moves_both_ways(MemoryKind.PINNED, "PINNED")
+@simulated(HBM="12G", RANGE="permissive")
+async def test_what_it_moves_and_what_not() -> None:
+    async with other() as owner, Near() as near:
+        await moves_both_ways(owner, near, MemoryKind.HBM, "HBM")
+        await moves_both_ways(owner, near, MemoryKind.PINNED, "PINNED")
+        await reaches_beyond_four_gib(owner, near)
+        mine = near.alloc(MIB)
+        assert await near.move(PUT, mine, await near.reach(owner, device=0)) == Status.UNSUPPORTED, "a card to itself"
+        import_ = await near.reach(owner, 65536)
+        with pytest.raises(OutOfRange):  # the library would write there
+            near.engine.submit_one(PUT, mine.id, import_, 0, 65530, 7)
 
 
 @simulated()
 async def test_neighbours_copy() -> None:
-    """Mapped device memory of the other process: no engine is connected, which the simulator's log would tell."""
-    await moves_both_ways(MemoryKind.HBM, "HBM", device_ipc=True)
-    await moves_both_ways(MemoryKind.PINNED, "HBM", device=0, device_ipc=True)
+    """Mapped device memory of the other process: nothing is connected, or it would hang."""
     control(HANG="connect")
-    await moves_both_ways(MemoryKind.HBM, "HBM", device=0, device_ipc=True)
-
-
-@simulated()
-async def test_a_card_is_not_connected_to_itself() -> None:
-    async with other() as owner, Near() as near:
-        mine = near.alloc(MIB)
-        import_ = await near.reach(owner, device=0)
-        assert await near.move(PUT, mine, import_) == Status.UNSUPPORTED
-
-
-@simulated(HBM="12G")
-async def test_offsets_beyond_four_gib() -> None:
-    async with other() as owner, Near() as near:
-        length, at = 5 << 30, (4 << 30) + 12345
-        mine = near.alloc(MIB, fill=3)
-        grant = await owner.call("offer", length=length, kind="HBM", device=1, fill=None)
-        import_ = await near.import_(await near.connect(owner.endpoint), grant)
-        outcome = near.engine.submit_one(PUT, mine.id, import_, 0, at, MIB)
-        assert isinstance(outcome, tuple)
-        assert (await within(outcome[1])).status == 0
-        near.fill(mine, 0)
-        outcome = near.engine.submit_one(GET, mine.id, import_, 0, at, MIB)
-        assert isinstance(outcome, tuple)
-        assert (await within(outcome[1])).status == 0
-        assert (near.read(mine) == 3).all()
-
-
-@simulated(RANGE="permissive")
-async def test_we_check_the_range_ourselves() -> None:
-    async with other() as owner, Near() as near:
-        mine = near.alloc(MIB)
-        import_ = await near.reach(owner, 65536)
-        with pytest.raises(OutOfRange):
-            near.engine.submit_one(PUT, mine.id, import_, 0, 65530, 7)
+    async with other(device_ipc=True) as owner, Near(device_ipc=True) as near:
+        await moves_both_ways(owner, near, MemoryKind.HBM, "HBM")
+        await moves_both_ways(owner, near, MemoryKind.HBM, "HBM", device=0)
+        await moves_both_ways(owner, near, MemoryKind.PINNED, "HBM", device=0)
 
 
 # -- memory and slots -------------------------------------------------------------------------------------------------
@@ -139,24 +122,9 @@ async def test_cards_work_side_by_side() -> None:
 
 
 @simulated()
-async def test_a_failed_transfer_breaks_the_link_which_is_made_anew() -> None:
+async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
     async with other() as owner, Near() as near:
         mine = near.alloc(MIB, fill=8)
-        import_ = await near.reach(owner)
-        assert await near.move(PUT, mine, import_) == 0
-        for fault in ({"FAIL": "transfer:1:503900"}, {"PARTIAL": 1}, {"FAIL": "transfer:1:507899"}, {"BREAK": 1}):
-            control(**fault)
-            await asyncio.sleep(0.005)
-            assert await near.move(PUT, mine, import_) in (Status.LINK, Status.DEVICE), fault
-            control()
-            await asyncio.sleep(0.005)
-            assert await near.move(PUT, mine, import_) == 0, fault
-
-
-@simulated()
-async def test_a_connect_that_is_refused_is_tried_again() -> None:
-    async with other() as owner, Near() as near:
-        mine = near.alloc(MIB)
         import_ = await near.reach(owner)
         control(FAIL="connect:1:503900")
         await asyncio.sleep(0.005)
@@ -164,6 +132,13 @@ async def test_a_connect_that_is_refused_is_tried_again() -> None:
         began = time.monotonic()
         assert await near.move(PUT, mine, import_) == 0
         assert time.monotonic() - began > 0.08, "after a pause"
+        for fault in ({"FAIL": "transfer:1:503900"}, {"PARTIAL": 1}, {"FAIL": "transfer:1:507899"}, {"BREAK": 1}):
+            control(**fault)
+            await asyncio.sleep(0.005)
+            assert await near.move(PUT, mine, import_) in (Status.LINK, Status.DEVICE), fault
+            control()
+            await asyncio.sleep(0.005)
+            assert await near.move(PUT, mine, import_) == 0, fault
 
 
 @simulated()
@@ -206,67 +181,51 @@ async def test_after_eight_zombies_nothing_is_connected() -> None:
 # -- ends that must be true -------------------------------------------------------------------------------------------
 
 
-async def stays(near: Near, region: object, value: int) -> None:
+async def stays(near: Near, region: RegionInfo, value: int) -> None:
     for _ in range(3):
         await asyncio.sleep(0.02)
-        assert (near.read(region) == value).all()  # type: ignore[arg-type]
+        assert (near.read(region) == value).all()
+
+
+async def stalled_get(near: Near, region: RegionInfo, import_: int, **faults: object) -> tuple[int, Any]:
+    near.fill(region, 1)
+    assert await near.move(PUT, region, import_) == 0
+    control(None, STALL=1, **faults)
+    await asyncio.sleep(0.005)
+    outcome: tuple[int, Any] = near.start(GET, region, import_)
+    await asyncio.sleep(0.02)
+    return outcome
+
+
+async def ends_truly(near: Near, region: RegionInfo, future: Any, status: Status) -> None:
+    """It is over: what was still in the library when it ended never comes."""
+    assert (await within(future)).status == status
+    near.fill(region, 6)
+    control()
+    await stays(near, region, 6)
 
 
 @simulated()
-async def test_after_a_cancelled_get_not_a_byte_moves() -> None:
+async def test_after_its_end_not_a_byte_moves() -> None:
     async with other() as owner, Near() as near:
-        mine = near.alloc(BIG, fill=1)
+        mine = near.alloc(BIG)
         import_ = await near.reach(owner, BIG)
-        control(STALL=1)
-        await asyncio.sleep(0.005)
-        token, future = near.start(GET, mine, import_)
-        await asyncio.sleep(0.05)
+        token, future = await stalled_get(near, mine, import_)
         near.engine.cancel(token)
-        assert (await within(future)).status == Status.CANCELLED
-        near.fill(mine, 6)
-        control()
-        await stays(near, mine, 6)
-        assert await near.move(GET, mine, import_) == 0
-        assert (near.read(mine) == 0).all()
-
-
-@simulated()
-async def test_while_a_disconnect_hangs_nothing_has_ended() -> None:
-    async with other() as owner, Near() as near:
-        mine = near.alloc(BIG, fill=1)
-        import_ = await near.reach(owner, BIG)
-        assert await near.move(PUT, mine, import_) == 0
-        control(STALL=1, HANG="disconnect")
-        await asyncio.sleep(0.005)
-        token, future = near.start(GET, mine, import_)
-        await asyncio.sleep(0.02)
+        await ends_truly(near, mine, future, Status.CANCELLED)
+        # a disconnect that hangs: grace and patience are over, but it may still move
+        token, future = await stalled_get(near, mine, import_, HANG="disconnect")
         near.engine.cancel(token)
         await asyncio.sleep(0.9)
-        assert not future.done(), "grace and patience are over, but it may still move"
+        assert not future.done()
         control(STALL=1)
-        assert (await within(future)).status == Status.CANCELLED
-        near.fill(mine, 6)
-        control()
-        await stays(near, mine, 6)
-
-
-@simulated()
-async def test_a_failure_alone_is_not_an_end() -> None:
-    """The library says that the transfer failed; only the disconnect says that it does not move."""
-    async with other() as owner, Near() as near:
-        mine = near.alloc(BIG, fill=1)
-        import_ = await near.reach(owner, BIG)
-        assert await near.move(PUT, mine, import_) == 0
-        control(STALL=1, HANG="disconnect", FAIL="poll:*:503900")
-        await asyncio.sleep(0.005)
-        _, future = near.start(GET, mine, import_, 4 * MIB)
+        await ends_truly(near, mine, future, Status.CANCELLED)
+        # the library says that it failed: only the disconnect says that it does not move
+        _, future = await stalled_get(near, mine, import_, HANG="disconnect", FAIL="poll:*:503900")
         await asyncio.sleep(0.3)
         assert not future.done()
         control(STALL=1)
-        assert (await within(future)).status == Status.LINK
-        near.fill(mine, 6)
-        control()
-        await stays(near, mine, 6)
+        await ends_truly(near, mine, future, Status.LINK)
 
 
 @simulated()
@@ -333,29 +292,8 @@ async def test_close_does_not_hang() -> None:
 
 
 @simulated()
-async def test_an_owner_that_is_killed() -> None:
-    async with other() as owner, Near() as near:
-        mine = near.alloc(BIG, fill=1)
-        import_ = await near.reach(owner, BIG)
-        assert await near.move(PUT, mine, import_) == 0
-        control(STALL=1)
-        await asyncio.sleep(0.005)
-        _, future = near.start(GET, mine, import_)
-        await asyncio.sleep(0.02)
-        owner.signal(signal.SIGKILL)
-        assert (await within(future)).status == Status.PEER_LOST
-        await near.event(EventKind.PEER_DOWN)
-        near.fill(mine, 6)
-        control()
-        await stays(near, mine, 6)
-        with pytest.raises(KvxferError) as caught:
-            near.start(GET, mine, import_)
-        assert caught.value.status == Status.PEER_LOST
-
-
-@simulated()
-async def test_a_stopped_owner_is_not_connected_to() -> None:
-    """Its connect would hang. The side link is asked first, so nothing is lost but that operation's time."""
+async def test_a_stopped_owner() -> None:
+    """A connect to it would hang. The side link is asked first, so nothing is lost but that operation's time."""
     async with other() as stopped, other() as well, Near() as near:
         mine = near.alloc(MIB, fill=1)
         good, bad = await near.reach(well), await near.reach(stopped)
@@ -367,18 +305,10 @@ async def test_a_stopped_owner_is_not_connected_to() -> None:
         stopped.signal(signal.SIGCONT)
         await asyncio.sleep(0.05)
         assert await near.move(PUT, mine, bad) == 0
-
-
-@simulated()
-async def test_an_owner_that_stops_in_the_middle() -> None:
-    """One-sided: the bytes do not need it. Only what wants an answer waits."""
-    async with other() as owner, Near() as near:
-        mine = near.alloc(MIB, fill=1)
-        import_ = await near.reach(owner)
-        assert await near.move(PUT, mine, import_) == 0
-        owner.signal(signal.SIGSTOP)
-        assert await near.move(PUT, mine, import_) == 0
-        token, future = near.start(PUT, mine, import_, notify=(1, 1))
+        # once it is connected the bytes do not need it: only what wants an answer waits
+        stopped.signal(signal.SIGSTOP)
+        assert await near.move(PUT, mine, bad) == 0
+        token, future = near.start(PUT, mine, bad, notify=(1, 1))
         await asyncio.sleep(0.05)
         assert not future.done()
         near.engine.cancel(token)
@@ -386,18 +316,22 @@ async def test_an_owner_that_stops_in_the_middle() -> None:
 
 
 @simulated()
-async def test_an_owner_that_restarts_on_the_same_ports() -> None:
+async def test_an_owner_that_is_killed_and_restarts_on_the_same_ports() -> None:
     ports = {"hixl_port": 21000 + os.getpid() % 9000, "hixl_engine_port": 31000 + os.getpid() % 9000}
     async with Near() as near:
-        mine = near.alloc(MIB, fill=1)
+        mine = near.alloc(BIG)
         async with other(**ports) as owner:
-            import_ = await near.reach(owner)
-            assert await near.move(PUT, mine, import_) == 0
+            import_ = await near.reach(owner, BIG)
+            _, future = await stalled_get(near, mine, import_)
             owner.signal(signal.SIGKILL)
+            await ends_truly(near, mine, future, Status.PEER_LOST)
             await near.event(EventKind.PEER_DOWN)
+            with pytest.raises(KvxferError) as caught:
+                near.start(GET, mine, import_)
+            assert caught.value.status == Status.PEER_LOST
         async with other(**ports) as owner:
-            import_ = await near.reach(owner)
+            import_ = await near.reach(owner, BIG)
             assert await near.move(PUT, mine, import_) == 0
             near.fill(mine, 7)
             assert await near.move(GET, mine, import_) == 0
-            assert (near.read(mine) == 1).all()
+            assert (near.read(mine) == 6).all()
