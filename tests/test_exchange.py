@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvxfer
+from kvxfer import exchange
 from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     AccessDenied,
@@ -526,16 +527,18 @@ async def test_a_table_that_covers_too_little_is_refused_without_planning() -> N
     assert time.perf_counter() - before < 0.02 * slack()
 
 
-async def test_a_flow_may_fail_at_the_moment_of_its_deadline() -> None:
+async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline has fired, and before whoever waited runs again, the other side says that it failed."""
     reaching = Reaching()
+
+    monkeypatch.setattr(exchange, "_pairs", lambda *_: {})
 
     class Silent:
         async def prepare(self, _: Any) -> Any:
             await asyncio.Event().wait()
 
-    limit = Deadline.after(10)
-    reached = asyncio.ensure_future(reaching.reach(Silent(), [None], limit))  # type: ignore[arg-type,list-item]
+    plane, cache, peer = Silent(), SimpleNamespace(), SimpleNamespace(descriptors=[None])
+    reached = asyncio.ensure_future(reaching.reach(plane, cache, peer, Deadline.after(10)))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     bound = reaching._limit
     assert bound is not None
