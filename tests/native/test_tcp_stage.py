@@ -14,10 +14,13 @@ import pytest
 
 from tests.native.simulated import ROOT, environment, faults
 
-NOT_OF_CARDS = "not read_only_memory and not offsets_beyond_four_gib"  # both need the application's own host memory
-QUICK = "moves_exactly or revoke or cancel or integrity or corrupt or owner_checks or dies or closes"
+QUICK = "moves_exactly or revoke or cancel or corrupt or owner_checks"
 # owner's memory - ours, and which cases: all, or those that differ between the ways.
 WAYS = {
+    "tcp:hbm-hbm": "",
+    "tcp:dram-hbm": QUICK,
+    "tcp:hbm-dram": QUICK,
+    "fault+tcp:hbm-hbm": QUICK,
     "shm:dram-hbm": "",
     "shm:pinned-hbm": f"({QUICK}) and not mapping",
     "fault+shm:dram-hbm": QUICK,
