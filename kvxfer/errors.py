@@ -306,9 +306,16 @@ class IdentityMismatch(PeerError):
 
 
 class AuthenticationError(PeerError):
-    """The shared secret is missing or does not match."""
+    """The shared secret or the certificate is missing, or is not accepted."""
 
     code = "authentication"
+    retryable_default = False
+
+
+class NotAllowed(PeerError):
+    """The other side proved who it is, and that node or namespace may not connect here."""
+
+    code = "not_allowed"
     retryable_default = False
 
 

@@ -41,6 +41,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
     yield from _links(server)
+    yield from _credentials(server)
     yield from _pool(server)
     yield from _landings(server)
     yield from _claims(server)
@@ -77,6 +78,17 @@ def _links(server: Server) -> Iterator[Sample]:
     yield Sample(name="kvxfer_links_backpressured", help=text, value=server.dispatcher.backpressured, counter=True)
     text = "Replies that came after their request had been given up."
     yield Sample(name="kvxfer_late_replies", help=text, value=server.late_replies, counter=True)
+
+
+def _credentials(server: Server) -> Iterator[Sample]:
+    known = server.credentials
+    for what, files in (("tls", "certificates"), ("secret", "the shared secret")):
+        text = f"New files of {files} that could not be used; the old ones stayed in force."
+        name = f"kvxfer_{what}_reload_failures"
+        yield Sample(name=name, help=text, value=known.failures[what], counter=True)
+    if known.expires_in_s is not None:
+        text = "Seconds until this node's certificate is no longer valid; negative afterwards."
+        yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=known.expires_in_s)
 
 
 def _claims(server: Server) -> Iterator[Sample | Distribution]:

@@ -25,13 +25,16 @@ _peer_credentials = struct.Struct("3i")
 
 
 class UnixListener:
-    """The bound socket of a daemon at ``path`` (mode 0600), and the lock that makes it ours. Raises `ConfigError`."""
+    """The bound socket of a daemon at ``path``, and the lock that makes it ours. Raises `ConfigError`.
 
-    def __init__(self, path: Path) -> None:
+    Its mode is 0600; ``shared``: 0666, for an acceptor that asks the kernel who connects.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
         self._lock = _lock(path)
         try:
-            self.socket = _bind_unix(path)
+            self.socket = _bind_unix(path, 0o666 if shared else 0o600)
         except BaseException:
             os.close(self._lock)
             raise
@@ -69,7 +72,7 @@ def _lock(path: Path) -> int:
     return lock
 
 
-def _bind_unix(path: Path) -> socket.socket:
+def _bind_unix(path: Path, mode: int) -> socket.socket:
     owner = _probe(path)
     if owner is not None:
         raise _already_running(path, owner or None)
@@ -77,8 +80,9 @@ def _bind_unix(path: Path) -> socket.socket:
     try:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+        os.chmod(listener.fileno(), 0o600)  # Linux: the mode that the path is made with
         listener.bind(str(path))
-        path.chmod(0o600)
+        path.chmod(mode)
         listener.listen(BACKLOG)
     except OSError as failure:
         listener.close()

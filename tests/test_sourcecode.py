@@ -22,12 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
-    Layer(name="limits", modules=("addresses", "options", "config_sources", "config", "paths", "identity", "numa")),
+    Layer(
+        name="limits",
+        modules=(
+            *("addresses", "options", "config_sources", "config", "paths", "identity", "numa", "tls", "credentials"),
+        ),
+    ),
     Layer(
         name="pure",
         modules=(
             *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
-            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement"),
+            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
         ),
@@ -38,6 +43,7 @@ LAYERS = (
         name="asyncio",
         modules=(
             *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
+            "secure",
             *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",

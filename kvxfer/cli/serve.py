@@ -1,7 +1,8 @@
 """`kvxfer serve`: run this node's daemon until SIGTERM or SIGINT, then drain.
 
-The first signal withdraws postings, refuses new work and waits up to `drain_s` for what is live; the second one ends
-the process at once. When the daemon is up it prints one line with everything that another program needs to reach it.
+The first of SIGTERM and SIGINT withdraws postings, refuses new work and waits up to `drain_s` for what is live; the
+second one ends the process at once. SIGHUP reads the files of secret and certificate again. When the daemon is up it
+prints one line with everything that another program needs to reach it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ async def serve(config: Config, *, peers: list[list[str]], as_json: bool) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     async with Server(config) as server:
+        loop.add_signal_handler(signal.SIGHUP, server.reload_credentials)
         for peer in peers:
             server.preconnect(peer)
         print(announcement(server, as_json=as_json), flush=True)
