@@ -45,6 +45,7 @@ LAYERS = (
                 "region",
                 "transfer",
                 "choice",
+                "idle",
                 "reach",
                 "dataplane",
                 "control",
