@@ -100,7 +100,7 @@ class DataPlane:
         self.node_id = node_id
         self.incarnation = incarnation
         self._tasks = TaskOwner("data plane")
-        self._reach = Reach(engine, self._tasks, allowed)
+        self._reach = Reach(engine, self._tasks, allowed, config=config)
         self._endpoints = _advertised(engine.transports, advertise)
         self._admission = Admission(config)
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
@@ -127,6 +127,11 @@ class DataPlane:
     def choices(self) -> Mapping[tuple[str, str], Choice]:
         """Per engine id and pair of memories: which transport was chosen, and why better ones were passed over."""
         return self._reach.choices
+
+    @property
+    def connections_evicted(self) -> int:
+        """How many idle connections were given up because descriptors or `peers_max` were used up."""
+        return self._reach.idle.evicted
 
     # -- our memory -----------------------------------------------------------------------------------
 
@@ -376,8 +381,12 @@ class DataPlane:
 
     def _unuse(self, ready: Import) -> None:
         ready.users -= 1
+        if ready.users:
+            return
         if ready.unwanted and not self._closed:
             self._reach.left(ready)
+        if self._reach.idle.crowded:
+            self._reach.idle.freed()
 
     def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part is over: its place in the window goes to whoever is next."""
@@ -515,6 +524,7 @@ class DataPlane:
         waiting = [*self._in_line.values(), *self._full]
         self._in_line.clear()
         self._full.clear()
+        self._reach.idle.stop()
         for work in waiting:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True

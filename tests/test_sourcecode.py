@@ -51,6 +51,7 @@ LAYERS = (
                 "region",
                 "transfer",
                 "choice",
+                "idle",
                 "reach",
                 "dataplane",
                 "control",
