@@ -37,7 +37,19 @@ LAYERS = (
     Layer(
         name="asyncio",
         modules=(
-            *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
+            *(
+                "deadline",
+                "tasks",
+                "stall",
+                "race",
+                "dial",
+                "link",
+                "requests",
+                "listeners",
+                "acceptor",
+                "pool",
+                "http",
+            ),
             *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",

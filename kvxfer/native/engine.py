@@ -214,6 +214,14 @@ class Engine:
         """A transport was chosen for a grant, or passed over and why: for the counters."""
         lib.kvx_choice_count(self._mine(), index, choice)
 
+    def note_stalled(self, count: int) -> None:
+        """How many transfers and landings are stalled now: for the counters."""
+        lib.kvx_note(self._mine(), lib.KVX_NOTE_STALLED, count)
+
+    def note_late(self, count: int = 1) -> None:
+        """So many more operations were done after their deadline: for the counters."""
+        lib.kvx_note(self._mine(), lib.KVX_NOTE_LATE, count)
+
     def _unavailable(self) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
         name, why = ffi.new("char[32]"), ffi.new("char[512]")
@@ -588,6 +596,10 @@ class Engine:
         status = lib.kvx_cancel(self._mine(), token)
         if status != 0:
             raise error_for(status, what="cancel", op_id=token)
+
+    def progress(self, token: int) -> int:
+        """Bytes that a live operation has moved, as far as its transport knows; 0 when there is none."""
+        return int(lib.kvx_progress(self._mine(), token))
 
     # -- counters -----------------------------------------------------------------------------------------
 
