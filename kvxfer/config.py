@@ -128,9 +128,10 @@ class Config:
     # -- data plane --
     transports: tuple[str, ...] = _option(
         "list",
-        ("shm", "tcp"),
-        "Transports in order of preference; each one may be decorated as `fault+NAME`.",
-        choices=TRANSPORTS,
+        ("auto",),
+        "Transports in order of preference. `auto`: every one that this machine has (hixl, shm, tcp). Without it each"
+        " one must be there. Each may be decorated as `fault+NAME`.",
+        choices=(*TRANSPORTS, "auto"),
     )
     data_bind: str = _option(
         "host", "", "Address where engines listen for data; empty: the host of `listen`.", empty=True, numeric=True

@@ -441,10 +441,11 @@ class DataPlane:
     def _retry_full(self) -> None:
         """The engine may have room again: first come, first served."""
         for _ in range(len(self._full)):
-            before = len(self._full)
+            if not self._full:  # what completed inside the engine's call made room, and others were faster
+                return
             work = self._full.popleft()
             self._resubmit(work)
-            if len(self._full) >= before:
+            if self._full and self._full[-1] is work:  # still no room: back to its place
                 self._full.rotate(1)
                 return
 

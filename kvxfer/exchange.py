@@ -140,7 +140,7 @@ class Reaching:
 
     def end(self) -> None:
         """The flow has failed: nobody needs to wait any longer."""
-        if self._limit is not None:
+        if self._limit is not None and not self._limit.expired():  # its deadline may just have passed
             self._limit.reschedule(asyncio.get_running_loop().time())
 
 

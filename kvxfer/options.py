@@ -219,7 +219,7 @@ def _parse_item(option: Option, item: object) -> str:
     if not option.choices:
         return _parse_address(option, item)
     bare = item.removeprefix("fault+")
-    if bare not in option.choices:
+    if bare not in option.choices or item == "fault+auto":
         close = nearest(bare, option.choices)
         raise _Wrong(f"unknown item {item[:40]!r}" + (f", did you mean {close}?" if close else ""))
     return item

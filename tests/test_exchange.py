@@ -19,6 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvxfer
+from kvxfer import exchange
+from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     AccessDenied,
     GeometryMismatch,
@@ -31,7 +33,7 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.exchange import POSTING_VERSION, Posting, negotiate, prepared_layer
+from kvxfer.exchange import POSTING_VERSION, Posting, Reaching, negotiate, prepared_layer
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
 from tests.conftest import slack
@@ -523,3 +525,25 @@ async def test_a_table_that_covers_too_little_is_refused_without_planning() -> N
     with pytest.raises(GeometryMismatch):
         await negotiate(layout, little, layout, everything)
     assert time.perf_counter() - before < 0.02 * slack()
+
+
+async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline has fired, and before whoever waited runs again, the other side says that it failed."""
+    reaching = Reaching()
+
+    monkeypatch.setattr(exchange, "_pairs", lambda *_: {})
+
+    class Silent:
+        async def prepare(self, _: Any) -> Any:
+            await asyncio.Event().wait()
+
+    plane, cache, peer = Silent(), SimpleNamespace(), SimpleNamespace(descriptors=[None])
+    reached = asyncio.ensure_future(reaching.reach(plane, cache, peer, Deadline.after(10)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    bound = reaching._limit
+    assert bound is not None
+    bound.reschedule(None)
+    bound._on_timeout()  # type: ignore[attr-defined]
+    reaching.end()
+    with pytest.raises(TransferTimeout):
+        await reached

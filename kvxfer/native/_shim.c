@@ -4302,6 +4302,7 @@ static void _cffi_checkfld__kvx_transport_counters(kvx_transport_counters *p)
   (void)((p->served_get_bytes) | 0);  /* check that 'kvx_transport_counters.served_get_bytes' is an integer */
   (void)((p->copied_bytes) | 0);  /* check that 'kvx_transport_counters.copied_bytes' is an integer */
   (void)((p->mapped_bytes) | 0);  /* check that 'kvx_transport_counters.mapped_bytes' is an integer */
+  (void)((p->staged_bytes) | 0);  /* check that 'kvx_transport_counters.staged_bytes' is an integer */
   (void)((p->segments) | 0);  /* check that 'kvx_transport_counters.segments' is an integer */
   (void)((p->frames) | 0);  /* check that 'kvx_transport_counters.frames' is an integer */
   (void)((p->inline_ops) | 0);  /* check that 'kvx_transport_counters.inline_ops' is an integer */
@@ -4990,6 +4991,9 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "mapped_bytes", offsetof(kvx_transport_counters, mapped_bytes),
                     sizeof(((kvx_transport_counters *)0)->mapped_bytes),
                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "staged_bytes", offsetof(kvx_transport_counters, staged_bytes),
+                    sizeof(((kvx_transport_counters *)0)->staged_bytes),
+                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -5115,9 +5119,9 @@ static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
   { "kvx_submit_args", 390, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 164, 7 },
   { "kvx_transport_counters", 391, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 171, 26 },
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 171, 27 },
   { "kvx_transport_info", 394, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 197, 9 },
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 198, 9 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {

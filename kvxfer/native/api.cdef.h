@@ -241,6 +241,7 @@ typedef struct kvx_transport_counters {
     uint64_t served_get_bytes; /* read from our memory by peers, where we can see it */
     uint64_t copied_bytes;     /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
     uint64_t mapped_bytes;     /* mapped instead of copied (adopt) */
+    uint64_t staged_bytes;     /* copied between a device and a block of host memory on their way */
     uint64_t segments;         /* after merging */
     uint64_t frames;           /* data frames or copy calls */
     uint64_t inline_ops;

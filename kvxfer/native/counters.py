@@ -33,6 +33,7 @@ class TransportCounters:
     served_get_bytes: int
     copied_bytes: int
     mapped_bytes: int
+    staged_bytes: int
     segments: int
     frames: int
     inline_ops: int

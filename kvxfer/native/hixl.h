@@ -147,7 +147,7 @@ struct hixl_link {
     hixl_batch *batch_first, *batch_last;
     uint32_t live; /* batches under way */
     uint64_t live_bytes;
-    uint64_t window; /* of live_bytes: grows when all of it was done before the next look */
+    uint64_t window;   /* of live_bytes: grows when all of it was done before the next look */
     uint64_t again_ms; /* the library had no slot: not before */
     hixl_link *next;
 
