@@ -36,6 +36,7 @@ from kvxfer.native.facts import (
     RegionInfo,
     TransportInfo,
 )
+from kvxfer.native.notes import Notes
 from kvxfer.native.regions import check_length, not_addressable
 from kvxfer.native.status import Status, error_for
 from kvxfer.native.views import Views
@@ -80,7 +81,7 @@ EVENT = struct.Struct("=IiQQQQQii")
 assert EVENT.size == ffi.sizeof("kvx_event")
 
 
-class Engine:
+class Engine(Notes):
     """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -209,18 +210,6 @@ class Engine:
                 )
             )
         return found
-
-    def count_choice(self, index: int, choice: ChoiceKind) -> None:
-        """A transport was chosen for a grant, or passed over and why: for the counters."""
-        lib.kvx_choice_count(self._mine(), index, choice)
-
-    def note_stalled(self, count: int) -> None:
-        """How many transfers and landings are stalled now: for the counters."""
-        lib.kvx_note(self._mine(), lib.KVX_NOTE_STALLED, count)
-
-    def note_late(self, count: int = 1) -> None:
-        """So many more operations were done after their deadline: for the counters."""
-        lib.kvx_note(self._mine(), lib.KVX_NOTE_LATE, count)
 
     def _unavailable(self) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
@@ -596,10 +585,6 @@ class Engine:
         status = lib.kvx_cancel(self._mine(), token)
         if status != 0:
             raise error_for(status, what="cancel", op_id=token)
-
-    def progress(self, token: int) -> int:
-        """Bytes that a live operation has moved, as far as its transport knows; 0 when there is none."""
-        return int(lib.kvx_progress(self._mine(), token))
 
     # -- counters -----------------------------------------------------------------------------------------
 
