@@ -39,6 +39,7 @@ from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, Re
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
 from kvxfer.reach import Import, Reach
+from kvxfer.stall import StallWatch
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
@@ -120,6 +121,7 @@ class DataPlane:
         self._next_op = 0
         self._closing = False
         self._closed = False
+        self.stalls = StallWatch(config.stall_s, self._note_stalled)
         self.unexpected_notifications = 0
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
@@ -239,6 +241,8 @@ class DataPlane:
         if not transfer.settled:
             transfer.arm(timeout, asyncio.get_running_loop())
             self._pin(transfer, parts)
+            self.stalls.begin(transfer, partial(self._progress, transfer))
+            transfer.on_settled(self.stalls.end)
         return transfer
 
     async def prepare(
@@ -255,6 +259,21 @@ class DataPlane:
         """Let go of an import that will not be used again, once nothing runs over it."""
         if not self._closed:
             self._reach.forget(descriptor)
+
+    def late(self) -> None:
+        """See `transfer.Canceller`."""
+        if not self._closed:
+            self.engine.note_late()
+
+    def _note_stalled(self, count: int) -> None:
+        if not self._closed:
+            self.engine.note_stalled(count)
+
+    def _progress(self, transfer: Transfer) -> int | None:
+        """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
+        if transfer.tokens:
+            return transfer.bytes_done + sum(self.engine.progress(token) for token in transfer.tokens)
+        return 0 if transfer in self._workers else None
 
     def cancel_token(self, token: int) -> None:
         """See `transfer.Canceller`."""
@@ -512,6 +531,7 @@ class DataPlane:
         if self._closed:
             return
         self._closing = True
+        self.stalls.aclose()
         try:
             await self._tasks.aclose()
         finally:

@@ -397,6 +397,7 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
         xfer->outstanding--;
         if (status == KVX_OK) {
             xfer->bytes += request->length;
+            kvx_op_moved(xfer->op, request->length);
         } else {
             fail(xfer, status, sys_errno, segment == UINT32_MAX ? -1 : (int)(request->segment + segment));
         }
