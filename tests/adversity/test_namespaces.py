@@ -21,7 +21,8 @@ MINE, YOURS = "mine", "yours"
 
 
 def offer(key: str = "k", **changes: Any) -> m.Post:
-    return m.Post(**({"kind": "offer", "key": key, "body": b"body", "lease_s": 30.0, "claims_max": 1} | changes))
+    common: dict[str, Any] = {"kind": "offer", "key": key, "body": b"body", "lease_s": 30.0, "claims_max": 1}
+    return m.Post(**(common | changes))
 
 
 def claim(key: str = "k", **changes: Any) -> m.Claim:

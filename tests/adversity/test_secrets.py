@@ -6,7 +6,7 @@ import base64
 import gc
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def forms(key: bytes | str) -> Iterator[str]:
         yield key
 
 
-def leaks(shown: str, keys: dict[str, Iterable[bytes | str]]) -> list[str]:
+def leaks(shown: str, keys: Mapping[str, Iterable[bytes | str]]) -> list[str]:
     """The names of the keys that can be read in ``shown``, as a whole or the greater half of it."""
     found = []
     for name, some in keys.items():

@@ -37,7 +37,8 @@ async def main():
     try:
         async with Client(path, config=Config(transports=["tcp"], tcp_threads=1, **options)) as client:
             region = await client.alloc(4096)
-            print(json.dumps({"node": client.control.node_id, "names": os.access(os.path.dirname(path), os.R_OK | os.W_OK)}))
+            names = os.access(os.path.dirname(path), os.R_OK | os.W_OK)
+            print(json.dumps({"node": client.control.node_id, "names": names}))
     except Exception as error:
         print(json.dumps({"code": getattr(error, "code", ""), "text": str(error), "kind": type(error).__name__}))
 asyncio.run(main())
