@@ -58,7 +58,7 @@ class Route:
     info: TransportInfo
     endpoint: str
     peer: int
-    imports: set[WayKey] = field(default_factory=set)
+    imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
     used: int = 0  # see `idle.py`
     importing: int = 0
@@ -71,13 +71,13 @@ class Import:
     chosen for.
     """
 
-    key: WayKey
+    key: WayKey = field(repr=False)
     route: Route
     handle: int
     length: int
     users: int = 0
     unwanted: bool = False
-    needs: set[NeedKey] = field(default_factory=set)
+    needs: set[NeedKey] = field(default_factory=set, repr=False)
 
 
 class Reach:
