@@ -13,12 +13,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvxfer.config import Config
+from kvxfer.credentials import Credentials
 from kvxfer.errors import KvxferError
 from kvxfer.link import Link, LinkFacts, OnLink, OnMessage, Random
-from kvxfer.wire.session import Limits, Session
+from kvxfer.wire.session import Facts, Limits, Session
 
 log = logging.getLogger("kvxfer.acceptor")
 
@@ -26,7 +27,8 @@ log = logging.getLogger("kvxfer.acceptor")
 class Acceptor:
     """Serves one listening socket. ``links_max`` bounds what is open, `handshakes_max` what is half open.
 
-    ``on_ready`` gets each link after its handshake. ``same_user`` (Unix sockets) admits this user and root only.
+    ``on_ready`` gets each link after its handshake. ``same_user`` (Unix sockets) admits this user, root and those of
+    `socket_uids` only. ``credentials`` are what both sides must prove, ``authorise`` raises for who may not connect.
     ``limits`` are the durations of the sessions, by default the configuration's.
     """
 
@@ -40,7 +42,8 @@ class Acceptor:
         on_ready: OnLink,
         on_message: OnMessage,
         on_late: OnMessage | None = None,
-        secret: bytes = b"",
+        credentials: Credentials | None = None,
+        authorise: Callable[[Facts], None] | None = None,
         same_user: bool = False,
         limits: Limits | None = None,
         random: Random = secrets.token_bytes,
@@ -52,7 +55,8 @@ class Acceptor:
         self._on_ready = on_ready
         self._on_message = on_message
         self._on_late = on_late
-        self._secret = secret
+        self._credentials = credentials
+        self._authorise = authorise
         self._same_user = same_user
         self._limits: Limits = limits or config
         self._random = random
@@ -99,6 +103,7 @@ class Acceptor:
             await link.wait_closed()
 
     def _make(self) -> Link:
+        known = self._credentials
         session = Session(
             "acceptor",
             self._facts.session_facts(self._random),
@@ -106,8 +111,10 @@ class Acceptor:
             nonce=self._random(32),
             now=asyncio.get_running_loop().time(),
             session_id=self._random(16).hex(),
-            secret=self._secret,
+            secret=known.secret if known else b"",
+            more_secrets=known.secrets[1:] if known else (),
             accept_roles=self._roles,
+            authorise=self._authorise,
         )
         return Link(
             session,
@@ -116,6 +123,7 @@ class Acceptor:
             on_late=self._on_late,
             on_connected=self._connected,
             on_ready=self._ready,
+            channel=known.channel("acceptor") if known else None,
         )
 
     def _connected(self, link: Link) -> None:
@@ -124,7 +132,7 @@ class Acceptor:
         if self._stopped:
             link.abort("this daemon is shutting down")
             return
-        if self._same_user and link.uid not in (os.getuid(), 0):
+        if self._same_user and link.uid not in (os.getuid(), 0, *self._config.socket_users):
             self._count("user")
             log.warning("refused a connection of user %s (pid %s)", link.uid, link.pid)
             link.abort("another user")

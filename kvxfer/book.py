@@ -60,7 +60,7 @@ class Book:
         self._incarnation = incarnation
         self._random = random
         self._postings: dict[str, Posting] = {}
-        self._by_key: dict[tuple[str, str], Posting] = {}
+        self._by_key: dict[Line, Posting] = {}
         self._orphans: dict[str, dict[ClaimKey, Claim]] = {}  # by the claimant's node
         self._waiting = WaitingRoom(config.waiting_max)
         self._ended = EndedMemory(config.expired_memory_max)
@@ -96,15 +96,27 @@ class Book:
     # -- the owner -------------------------------------------------------------------------------------------
 
     def post(
-        self, now: float, party: Party, rid: int, *, kind: str, key: str, body: bytes, lease_s: float, claims_max: int
+        self,
+        now: float,
+        party: Party,
+        rid: int,
+        *,
+        kind: str,
+        key: str,
+        body: bytes,
+        lease_s: float,
+        claims_max: int,
+        namespace: str = "",
     ) -> list[Action]:
+        """Post in the party's namespace; the daemon itself also in others."""
         if self.draining:
             raise PeerDraining("this node is shutting down and takes no new postings")
         if not party.is_worker:
             raise AccessDenied("only a worker of this node may post here")
         check_posting(kind, key, body, claims_max)
         self._check_room(party, len(body))
-        if kind in FOUND_BY_KEY and (kind, key) in self._by_key:
+        line: Line = (namespace or party.namespace, kind, key)
+        if kind in FOUND_BY_KEY and line in self._by_key:
             raise UsageError(f"this {kind} is already posted", key=key)
         deadline = self._deadline(now, kind, lease_s)
         posting = Posting(
@@ -116,13 +128,14 @@ class Book:
             body=body,
             places=1 if kind in SINGLE_USE else claims_max,
             deadline=deadline,
+            namespace=line[0],
         )
         self._postings[posting.id] = party.postings[posting.id] = posting
         self.posting_bytes += len(body)
         party.posting_bytes += len(body)
         if kind in FOUND_BY_KEY:
-            self._by_key[kind, key] = posting
-            self._ended.renewed(kind, key)
+            self._by_key[line] = posting
+            self._ended.renewed(line)
         if deadline is not None:
             self._timeline.set(("posting", posting.id, 0), deadline)
         return [_posted(now, party, rid, posting), *self._serve(now, posting)]
@@ -138,7 +151,7 @@ class Book:
 
     def withdraw(self, now: float, party: Party, rid: int, posting_id: str, reason: str) -> list[Action]:
         """Withdrawing what has already ended is harmless."""
-        if posting_id not in self._postings and self._ended.get(posting_id) is not None:
+        if posting_id not in self._postings and self._remembered(party, posting_id) is not None:
             return [Done(link=party.link, rid=rid)]
         posting = self._owned(party, posting_id)
         return [Done(link=party.link, rid=rid), *self._end(now, posting, "withdrawn", "", reason)]
@@ -180,10 +193,11 @@ class Book:
             raise PeerDraining("this node is shutting down")
         if not 0 <= wait_s <= self._config.wait_s_max:
             raise UsageError("bad wait", wait_s=wait_s, wait_s_max=self._config.wait_s_max)
-        posting = self._find_by_id(kind, posting_id, secret) if posting_id else self._find_by_key(kind, key)
+        found = self._find_by_id(party, kind, posting_id, secret) if posting_id else self._find_by_key(party, kind, key)
+        posting = found
         if posting is not None and posting.free:
             return self._match(now, posting, party, rid, engine_id)
-        line: Line = ("", posting_id) if posting_id else (kind, key)
+        line: Line = ("", "", posting_id) if posting_id else (party.namespace, kind, key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
         if wait_s == 0:
             raise not_served(line, why)
@@ -196,8 +210,8 @@ class Book:
     ) -> list[Action]:
         """End a claim, by its claimant or by the posting's owner. Doing it again is harmless and counts once."""
         posting_id, number = key
-        posting = self._postings.get(posting_id)
-        known: Posting | Ended | None = posting or self._ended.get(posting_id)
+        posting = self._visible(party, posting_id)
+        known: Posting | Ended | None = posting or self._remembered(party, posting_id)
         if known is None or not 1 <= number <= known.issued:
             raise UnknownTransfer("no such claim", posting=posting_id[:40], claim=number)
         claim = posting.claims.get(number) if posting is not None else None
@@ -233,7 +247,7 @@ class Book:
     def adopt_orphans(self, party: Party) -> None:
         """The claimant's daemon is back, and it is still the process that made the claims."""
         for claim in list(self._orphans.get(party.node_id, {}).values()):
-            if claim.incarnation == party.incarnation:
+            if claim.incarnation == party.incarnation and claim.posting.namespace == party.namespace:
                 self._forget_orphan(claim)
                 self.hand_over(claim, party)
 
@@ -294,20 +308,26 @@ class Book:
         return now + (lease_s or self._config.lease_s)
 
     def _owned(self, party: Party, posting_id: str) -> Posting:
-        posting = self._postings.get(posting_id)
+        posting = self._visible(party, posting_id)
         if posting is None:
-            raise self._gone(posting_id)
+            raise gone(posting_id, self._remembered(party, posting_id))
         if posting.owner is not party:
             raise AccessDenied("the posting belongs to another worker", posting=posting_id)
         return posting
 
-    def _gone(self, posting_id: str) -> KvxferError:
-        return gone(posting_id, self._ended.get(posting_id))
-
-    def _find_by_id(self, kind: str, posting_id: str, secret: bytes) -> Posting:
+    def _visible(self, party: Party, posting_id: str) -> Posting | None:
+        """The posting, unless it is another namespace's: then there is none."""
         posting = self._postings.get(posting_id)
+        return posting if posting is not None and posting.namespace == party.namespace else None
+
+    def _remembered(self, party: Party, posting_id: str) -> Ended | None:
+        ended = self._ended.get(posting_id)
+        return ended if ended is not None and ended.namespace == party.namespace else None
+
+    def _find_by_id(self, party: Party, kind: str, posting_id: str, secret: bytes) -> Posting:
+        posting = self._visible(party, posting_id)
         if posting is None:
-            raise self._gone(posting_id)
+            raise gone(posting_id, self._remembered(party, posting_id))
         if not hmac.compare_digest(posting.secret, secret):
             raise WrongKey("the secret does not match the posting's", posting=posting_id)
         if kind and kind != posting.kind:
@@ -316,12 +336,13 @@ class Book:
             raise used_up(posting)
         return posting
 
-    def _find_by_key(self, kind: str, key: str) -> Posting | None:
+    def _find_by_key(self, party: Party, kind: str, key: str) -> Posting | None:
         if kind not in FOUND_BY_KEY:
             raise AccessDenied("this kind is claimed with posting and secret, not by key", kind=kind[:40])
-        if self._ended.expired(kind, key):
+        line: Line = (party.namespace, kind, key)
+        if self._ended.expired(line):
             raise LeaseExpired(f"the {kind} ran out", key=key[:KEY_CHARS_MAX])
-        return self._by_key.get((kind, key))
+        return self._by_key.get(line)
 
     def _match(self, now: float, posting: Posting, party: Party, rid: int, engine_id: str) -> list[Action]:
         limit = self._config.claims_max
@@ -356,16 +377,16 @@ class Book:
     def _serve(self, now: float, posting: Posting) -> list[Action]:
         """Give free places to those who wait for this posting, by its id or by its key, oldest first."""
         actions: list[Action] = []
-        lines: list[Line] = [("", posting.id)]
+        lines: list[Line] = [("", "", posting.id)]
         if posting.kind in FOUND_BY_KEY:
-            lines.append((posting.kind, posting.key))
+            lines.append(posting.line)
         while posting.free and (waiter := self._waiting.oldest(lines)) is not None:
             self._drop_waiter(waiter)
             try:
                 actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id)
             except KvxferError as error:
                 actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
-        return actions + (self._send_away(("", posting.id), used_up(posting)) if posting.used_up else [])
+        return actions + (self._send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
 
     def _send_away(self, line: Line, error: KvxferError) -> list[Action]:
         actions: list[Action] = []
@@ -384,12 +405,12 @@ class Book:
             self._forget_claim(now, claim, reason)
         del self._postings[posting.id], posting.owner.postings[posting.id]
         if posting.kind in FOUND_BY_KEY:
-            del self._by_key[posting.kind, posting.key]
+            del self._by_key[posting.line]
         self.posting_bytes -= len(posting.body)
         posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
         self._ended.add(posting, how)
-        return actions + self._send_away(("", posting.id), self._gone(posting.id))
+        return actions + self._send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
     def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
         if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected
@@ -424,14 +445,15 @@ class Book:
         assert self.claims == len(claims) <= config.claims_max
         assert {posting.id for posting in postings} == {name for party in linked for name in party.postings}
         assert {key: self._postings[posting.id] for key, posting in self._by_key.items()} == {
-            (posting.kind, posting.key): posting for posting in postings if posting.kind in FOUND_BY_KEY
+            posting.line: posting for posting in postings if posting.kind in FOUND_BY_KEY
         }
+        assert all(claim.party.namespace == claim.posting.namespace for claim in claims if claim.party is not None)
         for posting in postings:
             assert posting.owner.postings[posting.id] is posting
             assert not posting.places or posting.spent + len(posting.claims) <= posting.places
             assert all(number == claim.number <= posting.issued for number, claim in posting.claims.items())
             assert self._ended.get(posting.id) is None
-            lines = [("", posting.id), (posting.kind, posting.key)][: 1 + (posting.kind in FOUND_BY_KEY)]
+            lines = [("", "", posting.id), posting.line][: 1 + (posting.kind in FOUND_BY_KEY)]
             assert not (posting.free and self._waiting.oldest(lines)), "somebody waits for a free place"
         held = [claim for party in linked for claim in party.claims.values()]
         orphans = [claim for of_node in self._orphans.values() for claim in of_node.values()]

@@ -88,7 +88,13 @@ class Client:
         socket = daemon_socket(directory) if self._socket is None else self._socket
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
-        facts = LinkFacts(role="worker", name=self._name, engine_id=engine_id.hex(), counters_path=str(counters))
+        facts = LinkFacts(
+            role="worker",
+            name=self._name,
+            engine_id=engine_id.hex(),
+            counters_path=str(counters),
+            namespace=self.config.namespace,
+        )
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
         settings = EngineConfig.from_config(
             self.config,

@@ -32,6 +32,8 @@ KEY_CHARS_MAX = 256
 CHANNEL_CHARS_MAX = 256
 POSTING_BODY_BYTES_MAX = 1 << 20
 ECHO_BYTES_MAX = 64 << 10
+NAMESPACE_CHARS_MAX = 64
+DEFAULT_NAMESPACE = "default"
 CLAIM_NUMBER_MAX = (1 << 24) - 1
 FRAME_UNAUTHENTICATED_BYTES_MAX = 16 << 10
 FRAME_OVERHEAD_BYTES = 64 << 10  # room in a control frame for everything beside its largest field
@@ -63,6 +65,13 @@ def _text(default: str, doc: str, chars_max: int = TEXT_CHARS_MAX, **more: Any) 
     return _option("text", default, doc, 0, chars_max, **more)
 
 
+def _path(doc: str) -> Any:
+    return _text("", doc, empty=True, pattern=r"[^\0]+", expects="a path to a file")
+
+
+_NAMESPACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Every option, validated. `Config()` holds the defaults of a daemon; `Config.embedded()` those inside a process.
@@ -82,7 +91,8 @@ class Config:
     listen: str = _option(
         "address",
         "127.0.0.1:17800",
-        "Where other nodes reach the daemon's control plane. Any address but loopback needs a secret. Port 0: any.",
+        "Where other nodes reach the daemon's control plane. Any address but loopback needs a secret or a certificate. "
+        "Port 0: any.",
         numeric=True,
     )
     advertise: tuple[str, ...] = _option(
@@ -120,17 +130,58 @@ class Config:
     )
     secret_file: str = _text(
         "",
-        "File that holds the shared secret; only its owner may read it.",
+        "File that holds the shared secret; only its owner may read it. Of several lines the first is used, all are "
+        "accepted.",
         empty=True,
         pattern=r"[^\0]+",
         expects="a path to a file that only its owner can read",
     )
+    tls_cert: str = _path("File with this node's certificate and its chain (PEM): mutual TLS between daemons.")
+    tls_key: str = _path("File with the key of `tls_cert` (PEM, without a passphrase); only its owner may read it.")
+    tls_ca: str = _path("File with the authorities (PEM) of which a peer must have a certificate.")
+    reload_s: float = _seconds(
+        5, 0.05, 3600, "How often the files of secret and certificate are looked at for changes."
+    )
+    namespace: str = _text(
+        DEFAULT_NAMESPACE,
+        "What this node belongs to; postings of another namespace cannot be seen. For a worker, default: its daemon's.",
+        chars_max=NAMESPACE_CHARS_MAX,
+        pattern=_NAMESPACE,
+        expects="1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+    )
+    allow_nodes: tuple[str, ...] = _option(
+        "list",
+        (),
+        "Node ids that may connect, in either direction; empty: any that proves itself.",
+        empty=True,
+        pattern=r"[0-9a-f]{32}",
+        expects="a list of node ids, 32 hex digits each",
+        items_max=4096,
+    )
+    allow_namespaces: tuple[str, ...] = _option(
+        "list",
+        (),
+        "Namespaces whose nodes and workers may connect, beside `namespace`. They see only what is theirs.",
+        empty=True,
+        pattern=_NAMESPACE,
+        expects="a list of names as for `namespace`",
+        items_max=64,
+    )
+    socket_uids: tuple[str, ...] = _option(
+        "list",
+        (),
+        "Users, beside the daemon's own and root, that the Unix socket takes; a client takes a daemon of theirs.",
+        empty=True,
+        pattern=r"0|[1-9][0-9]{0,9}",
+        expects="a list of numeric user ids",
+    )
     # -- data plane --
     transports: tuple[str, ...] = _option(
         "list",
-        ("shm", "tcp"),
-        "Transports in order of preference; each one may be decorated as `fault+NAME`.",
-        choices=TRANSPORTS,
+        ("auto",),
+        "Transports in order of preference. `auto`: every one that this machine has (hixl, shm, tcp). Without it each"
+        " one must be there. Each may be decorated as `fault+NAME`.",
+        choices=(*TRANSPORTS, "auto"),
     )
     data_bind: str = _option(
         "host", "", "Address where engines listen for data; empty: the host of `listen`.", empty=True, numeric=True
@@ -261,6 +312,9 @@ class Config:
         300, 1, 86400, "A connection to another node that nobody uses is closed after this time."
     )
     drain_s: float = _seconds(5, 0, 600, "Time that running transfers have to finish when the daemon is told to stop.")
+    stall_s: float = _seconds(
+        1, 0.05, 300, "A running transfer or landing that has not moved on for so long is called stalled."
+    )
     cancel_s: float = _seconds(1, 0.05, 60, "A cancelled transfer that the peer does not settle resets its connection.")
     reconnect_min_s: float = _seconds(
         0.1, 0.01, 60, "Pause before the first attempt to reconnect; it doubles each time."
@@ -315,22 +369,32 @@ class Config:
         """The same for the engine's data listener."""
         return _advertised("data_advertise", self.data_advertise, bound)
 
-    def read_secret(self) -> bytes:
-        """The shared secret, from `secret` or `secret_file`; empty when there is none. Raises `ConfigError`."""
-        return read_secret_file(self.secret_file) if self.secret_file else self.secret.encode()
+    def read_secrets(self) -> tuple[bytes, ...]:
+        """The secrets of `secret` or `secret_file`: the first is used, all are accepted. Raises `ConfigError`."""
+        if self.secret_file:
+            return read_secret_file(self.secret_file)
+        return (self.secret.encode(),) if self.secret else ()
+
+    @property
+    def socket_users(self) -> frozenset[int]:
+        """The users of `socket_uids`."""
+        return frozenset(map(int, self.socket_uids))
 
     def check_security(self) -> None:
         """Refuse, with the way out, to serve other hosts without authentication. Raises `ConfigError`."""
         hint = f"set secret_file to a file (mode 0600) with at least {SECRET_BYTES_MIN} bytes, the same on all nodes"
+        proves = bool(self.secret or self.secret_file or self.tls_cert)
         for key, host in (("listen", self.listen_address.host), ("data_bind", self.data_bind_host)):
-            if not is_loopback(host) and not (self.secret or self.secret_file):
-                why = f"{key} is reachable from other hosts, and without a secret anybody there could join"
-                raise ConfigError(why, key=key, value=host, hint=f"{hint}, or use 127.0.0.1")
+            if not is_loopback(host) and not proves:
+                why = f"{key} is reachable from other hosts, and without a secret or certificate anybody could join"
+                raise ConfigError(
+                    why, key=key, value=host, hint=f"{hint}, or tls_cert, tls_key and tls_ca, or use 127.0.0.1"
+                )
         http = self.http_address
         if http is not None and not http.is_loopback and not self.http_allow_remote:
             why = "http is reachable from other hosts and has no login"
             raise ConfigError(why, key="http", value=self.http, hint="set http_allow_remote = true, or use 127.0.0.1")
-        self.read_secret()
+        self.read_secrets()
 
     def _conflicts(self) -> Iterator[tuple[str, str]]:
         """Values that are fine alone and wrong together: (keys, why)."""
@@ -339,6 +403,10 @@ class Config:
             yield "secret", f"the secret has {size} bytes; accepted: {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}"
         if self.secret and self.secret_file:
             yield "secret,secret_file", "secret and secret_file are both set; keep one"
+        files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        if any(files.values()) and not all(files.values()):
+            missing = ", ".join(name for name, path in files.items() if not path)
+            yield ",".join(files), f"tls_cert, tls_key and tls_ca are set together or not at all; missing: {missing}"
         for low, high in _ORDERED:
             if getattr(self, low) > getattr(self, high):
                 shown = [f"{name} ({_BY_NAME[name].show(getattr(self, name))})" for name in (low, high)]
@@ -418,7 +486,7 @@ def load(
     try:
         config = Config(**values)
         if config.secret_file:
-            config.read_secret()
+            config.read_secrets()
     except ConfigError as wrong:
         keys = str(wrong.fields.get("keys") or wrong.fields.get("key")).split(",")
         wrong.fields["source"] = "; ".join(f"{key}: {origins.get(key, 'default')}" for key in keys)

@@ -17,6 +17,8 @@ from kvxfer.options import Option, nearest
 
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 1024
+SECRETS_MAX = 4  # in one file: the one in use, and those before and after it
+_SECRET_BYTES = f"{SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}"
 Layers = list[tuple[str, dict[str, Any]]]
 
 
@@ -82,23 +84,45 @@ def read_flags(flags: Mapping[str, object], options: Mapping[str, Option]) -> La
     return found
 
 
-def read_secret_file(path: str) -> bytes:
-    """The secret in the file, without its line end. Raises `ConfigError` when others may read it."""
+def read_regular_file(key: str, path: str, bytes_max: int, *, private: bool) -> bytes:
+    """The content of a file as far as `bytes_max`; of a private one, when only its owner may access it.
 
-    def wrong(why: str, hint: str | None = None) -> ConfigError:
-        return ConfigError(f"bad value for secret_file: {why}", key="secret_file", value=path, hint=hint)
-
+    Raises `ConfigError` that names the option ``key``.
+    """
     try:
         # without O_NONBLOCK, opening a fifo would wait for its writer
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise wrong("not a regular file")
-            if status.st_mode & 0o077:
-                raise wrong(f"others may access it (mode {status.st_mode & 0o777:04o})", f"chmod 600 {path}")
-            secret = file.read(SECRET_BYTES_MAX + 3).strip(b"\r\n")
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise wrong(f"cannot be read: {error.strerror}") from error
-    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
-        raise wrong(f"holds {len(secret)} bytes; accepted: {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}")
-    return secret
+        raise _wrong_file(key, path, f"cannot be read: {error.strerror}") from error
+    try:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode):
+            raise _wrong_file(key, path, "not a regular file")
+        if private and status.st_mode & 0o077:
+            mode = f"others may access it (mode {status.st_mode & 0o777:04o})"
+            raise _wrong_file(key, path, mode, f"chmod 600 {path}")
+        return os.read(opened, bytes_max)
+    except OSError as error:
+        raise _wrong_file(key, path, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(opened)
+
+
+def read_secret_file(path: str) -> tuple[bytes, ...]:
+    """The secrets in the file, one a line. Raises `ConfigError`, also when others may read it."""
+    content = read_regular_file("secret_file", path, SECRETS_MAX * (SECRET_BYTES_MAX + 2) + 1, private=True)
+    lines = [line.rstrip(b"\r") for line in content.split(b"\n")]
+    secrets = tuple(dict.fromkeys(line for line in lines if line))
+    if not secrets:
+        raise _wrong_file("secret_file", path, f"holds 0 bytes; accepted: {_SECRET_BYTES}")
+    if len(secrets) > SECRETS_MAX:
+        raise _wrong_file("secret_file", path, f"holds more than {SECRETS_MAX} lines, each of them a secret")
+    for number, secret in enumerate(secrets, 1):
+        if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+            where = f"secret {number} holds" if len(secrets) > 1 else "holds"
+            raise _wrong_file("secret_file", path, f"{where} {len(secret)} bytes; accepted: {_SECRET_BYTES} in a line")
+    return secrets
+
+
+def _wrong_file(key: str, path: str, why: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"bad value for {key}: {why}", key=key, value=path, hint=hint)

@@ -20,6 +20,7 @@ from kvxfer.errors import (
     AuthenticationError,
     IdentityMismatch,
     KvxferError,
+    NotAllowed,
     PeerUnreachable,
     ProtocolError,
     ResourceExhausted,
@@ -33,7 +34,7 @@ STAGGER_S = 0.25  # the next candidate starts when the last one has been silent 
 CANDIDATES_MAX = 8
 RESOLVED_MAX = 16  # numeric addresses that the candidates may resolve to, together
 # What a peer said, the most telling first; anything else means that the network could not even ask.
-TELLING = (AuthenticationError, IdentityMismatch, ProtocolError)
+TELLING = (AuthenticationError, NotAllowed, IdentityMismatch, ProtocolError)
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 

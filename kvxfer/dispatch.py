@@ -17,6 +17,7 @@ from kvxfer.config import Config
 from kvxfer.errors import (
     AccessDenied,
     KvxferError,
+    NotAllowed,
     PeerBackpressure,
     PeerDraining,
     UnknownMessage,
@@ -83,9 +84,10 @@ class Dispatcher:
         role = link.peer.role
         try:
             if role == "worker":
-                self.registry.add_worker(link, link.name)
+                self.registry.add_worker(link, link.name, link.peer.namespace)
             elif role == "peer":
-                self.registry.add_peer(link, link.peer.node_id, link.peer.incarnation, link.name)
+                about = link.peer
+                self.registry.add_peer(link, about.node_id, about.incarnation, link.name, about.namespace)
                 self.links.add(link)
                 self._follow(link)
         except KvxferError as refused:
@@ -240,6 +242,9 @@ class Dispatcher:
             return False
         if link.peer.role != "worker":
             raise UsageError("only a worker's request is forwarded, and only once")
+        if self.registry.namespace_of(link) != self._config.namespace:
+            hint = "run a daemon of that namespace for it"
+            raise NotAllowed("a worker of another namespace than its daemon's reaches this node only", hint=hint)
         return True
 
     # -- actions ---------------------------------------------------------------------------------------------
@@ -264,12 +269,20 @@ class Dispatcher:
             self._idle.set()
 
     def post_own(
-        self, *, kind: str, key: str, body: bytes, lease_s: float, claims_max: int
+        self, *, kind: str, key: str, body: bytes, lease_s: float, claims_max: int, namespace: str = ""
     ) -> tuple[act.Posted, list[act.Action]]:
         """Post something of the daemon's own; returns the answer and what else is to be done (`run` it afterwards)."""
         now = self._clock()
         first, *rest = self.registry.post(
-            now, SELF, 0, kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max
+            now,
+            SELF,
+            0,
+            kind=kind,
+            key=key,
+            body=body,
+            lease_s=lease_s,
+            claims_max=claims_max,
+            namespace=namespace,
         )
         while not isinstance(first, act.Posted):
             if isinstance(first, act.Refused) and first.link == SELF:

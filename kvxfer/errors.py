@@ -205,6 +205,12 @@ class TransferTimeout(TransferError, TimeoutError):
     retryable_default = True
 
 
+class Stalled(TransferTimeout):
+    """The deadline passed, and for the last while before it nothing had moved: the other side hangs or is cut off."""
+
+    code = "stalled"
+
+
 class TransferCancelled(TransferError):
     """The transfer was cancelled, by this side or by the peer (``fields['by']``)."""
 
@@ -223,16 +229,16 @@ class WrongKey(TransferError):
     code = "wrong_key"
 
 
-class StaleDescriptor(TransferError):
-    """The descriptor is of an earlier generation of the region."""
-
-    code = "stale_descriptor"
-
-
 class UnknownTransfer(TransferError):
     """The other side knows no such offer, ticket, name or grant."""
 
     code = "unknown_transfer"
+
+
+class StaleDescriptor(UnknownTransfer):
+    """The descriptor is of an earlier generation of the region, or of one that is gone: get a new one."""
+
+    code = "stale_descriptor"
 
 
 class LeaseExpired(TransferError):
@@ -306,9 +312,16 @@ class IdentityMismatch(PeerError):
 
 
 class AuthenticationError(PeerError):
-    """The shared secret is missing or does not match."""
+    """The shared secret or the certificate is missing, or is not accepted."""
 
     code = "authentication"
+    retryable_default = False
+
+
+class NotAllowed(PeerError):
+    """The other side proved who it is, and that node or namespace may not connect here."""
+
+    code = "not_allowed"
     retryable_default = False
 
 

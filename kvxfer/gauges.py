@@ -41,6 +41,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
     yield from _links(server)
+    yield from _credentials(server)
     yield from _pool(server)
     yield from _landings(server)
     yield from _claims(server)
@@ -79,6 +80,17 @@ def _links(server: Server) -> Iterator[Sample]:
     yield Sample(name="kvxfer_late_replies", help=text, value=server.late_replies, counter=True)
 
 
+def _credentials(server: Server) -> Iterator[Sample]:
+    known = server.credentials
+    for what, files in (("tls", "certificates"), ("secret", "the shared secret")):
+        text = f"New files of {files} that could not be used; the old ones stayed in force."
+        name = f"kvxfer_{what}_reload_failures"
+        yield Sample(name=name, help=text, value=known.failures[what], counter=True)
+    if known.expires_in_s is not None:
+        text = "Seconds until this node's certificate is no longer valid; negative afterwards."
+        yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=known.expires_in_s)
+
+
 def _claims(server: Server) -> Iterator[Sample | Distribution]:
     tally = server.registry.tally
     for (kind, reason), value in tally.ended.items():
@@ -96,7 +108,7 @@ def _claims(server: Server) -> Iterator[Sample | Distribution]:
         )
 
 
-def _pool(server: Server) -> Iterator[Sample]:
+def _pool(server: Server) -> Iterator[Sample | Distribution]:
     pool = server.pool
     for state, value in pool.states().items():
         text = "Known peers by the state of their circuit breaker."
@@ -107,6 +119,20 @@ def _pool(server: Server) -> Iterator[Sample]:
         ("pool_evicted", "Links that were closed to make room for another peer.", pool.evicted),
     ):
         yield Sample(name=f"kvxfer_{name}", help=text, value=value, counter=True)
+
+    yield Distribution(
+        name="kvxfer_connect_seconds",
+        help="Time from dialling a peer to the end of its handshake, of those that succeeded.",
+        bounds_s=BUCKETS_S,
+        counts=pool.connect_times.counts,
+        sum_s=pool.connect_times.sum_s,
+        labels={},
+    )
+    yield Sample(
+        name="kvxfer_peers_unreached",
+        help="Peers that this daemon shall stay connected to, and is not.",
+        value=len(pool.unreached()),
+    )
 
 
 def _landings(server: Server) -> Iterator[Sample]:

@@ -45,6 +45,7 @@ log = logging.getLogger("kvxfer.landing")
 class Landing:
     """One landing from its request to the moment when its memory is quiet."""
 
+    namespace: str
     key: str
     length: int
     body: bytes = field(repr=False)
@@ -71,7 +72,7 @@ class LandingPool:
         self._bytes_max = config.landing_bytes_max
         self._prewarm_bytes = config.landing_prewarm_bytes
         self._clock = clock
-        self._by_key: dict[str, Landing] = {}
+        self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
         self._by_posting: dict[str, Landing] = {}
         self._kept: list[RegionInfo] = []  # free for the next landing, smallest first
         self._pieces = 0  # kept ones, those in use, and those that are being allocated
@@ -96,13 +97,16 @@ class LandingPool:
         """
         if message.length > self._bytes_max:
             raise TooLarge("larger than the landing pool", bytes=message.length, landing_bytes_max=self._bytes_max)
-        if message.key in self._by_key:
+        namespace = self._dispatcher.registry.namespace_of(link)
+        if (namespace, message.key) in self._by_key:
             raise UsageError("there is a landing with this key already", key=message.key)
-        landing = Landing(key=message.key, length=message.length, body=message.body, lease_s=message.lease_s)
+        landing = Landing(
+            namespace=namespace, key=message.key, length=message.length, body=message.body, lease_s=message.lease_s
+        )
         landing.region = self._take(_rounded(message.length))
         landing.size = _rounded(message.length) if landing.region is None else landing.region.length
         self.used_bytes += landing.size
-        self._by_key[landing.key] = landing
+        self._by_key[namespace, landing.key] = landing
         if landing.region is not None:
             self._offer(landing, link, message)
         else:
@@ -172,7 +176,12 @@ class LandingPool:
                 raise ClosedError("the one who asked is gone")
             body = self._grant(landing, ACCESS_WRITE)
             posted, rest = self._dispatcher.post_own(
-                kind="ticket", key=landing.key, body=body, lease_s=landing.lease_s, claims_max=1
+                kind="ticket",
+                key=landing.key,
+                body=body,
+                lease_s=landing.lease_s,
+                claims_max=1,
+                namespace=landing.namespace,
             )
         except KvxferError as error:
             self._end(landing, str(error))
@@ -227,7 +236,12 @@ class LandingPool:
         try:
             body = self._grant(landing, ACCESS_READ)
             posted, rest = self._dispatcher.post_own(
-                kind="landing", key=landing.key, body=body, lease_s=landing.lease_s, claims_max=1
+                kind="landing",
+                key=landing.key,
+                body=body,
+                lease_s=landing.lease_s,
+                claims_max=1,
+                namespace=landing.namespace,
             )
         except KvxferError as error:
             self._end(landing, str(error))
@@ -268,7 +282,7 @@ class LandingPool:
             self._owner.spawn(self._reuse(landing, landing.region), "reuse a landing")
 
     def _forget(self, landing: Landing) -> None:
-        self._by_key.pop(landing.key, None)
+        self._by_key.pop((landing.namespace, landing.key), None)
         for posting in (landing.ticket, landing.posting):
             if self._by_posting.pop(posting, None) is not None:
                 self._dispatcher.withdraw_own(posting, "the landing has ended")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvxfer.addresses import Address, format_address
-from kvxfer.config import Config
+from kvxfer.config import DEFAULT_NAMESPACE, Config
+from kvxfer.credentials import Credentials
 from kvxfer.dial import dial_any, reason
 from kvxfer.errors import (
     ClosedError,
@@ -33,11 +34,15 @@ from kvxfer.errors import (
 )
 from kvxfer.listeners import peer_credentials
 from kvxfer.requests import REPLIES, Requests
+from kvxfer.secure import SecureTransport, Wire
+from kvxfer.tls import Channel
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
+from kvxfer.wire.faults import refusal
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, State, Step
 
+UNFINISHED_TLS = "the other side ended the connection during the TLS handshake"
 FLUSH_S = 0.7  # a closing link may take this long to send what is queued
 MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
 OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
@@ -59,6 +64,7 @@ class LinkFacts:
     counters_path: str = ""
     node_id: str = ""
     incarnation: str = ""
+    namespace: str = ""
 
     def session_facts(self, random: Random) -> Facts:
         """The same as the session wants it."""
@@ -70,6 +76,7 @@ class LinkFacts:
             pid=os.getpid(),
             engine_id=self.engine_id,
             counters_path=self.counters_path,
+            namespace="" if self.namespace == DEFAULT_NAMESPACE else self.namespace,
         )
 
 
@@ -91,12 +98,15 @@ class Link(asyncio.Protocol):
         on_late: OnMessage | None = None,
         on_connected: OnLink | None = None,
         on_ready: OnLink | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._secure: SecureTransport | None = None
         self._session = session
         self._config = config
         self._decoder = FrameDecoder(expect_preamble=session.side == "acceptor")
-        self._transport: asyncio.Transport | None = None
+        self._transport: Wire | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # uvloop's handles do not tell when they are due, once that has passed
         self._flush: asyncio.TimerHandle | None = None
@@ -117,6 +127,7 @@ class Link(asyncio.Protocol):
         self.pid = 0
         self.uid: int | None = None
         self.late_replies = 0
+        self._greeting: Sequence[Message] = ()
 
     def __repr__(self) -> str:
         return f"<Link {self.name} {self._session.state.value}>"
@@ -130,7 +141,8 @@ class Link(asyncio.Protocol):
         facts: LinkFacts,
         config: Config,
         *,
-        secret: bytes = b"",
+        credentials: Credentials | None = None,
+        authorise: Callable[[Facts], None] | None = None,
         expected_node_id: str = "",
         timeout: float | None = None,
         on_message: OnMessage | None = None,
@@ -150,10 +162,13 @@ class Link(asyncio.Protocol):
                 config,
                 nonce=random(32),
                 now=asyncio.get_running_loop().time(),
-                secret=secret,
+                secret=credentials.secret if credentials else b"",
+                more_secrets=credentials.secrets[1:] if credentials else (),
                 expected_node_id=expected_node_id,
+                authorise=authorise,
             )
-            link = cls(session, config, on_message=on_message, on_late=on_late)
+            channel = credentials.channel("dialler") if credentials else None
+            link = cls(session, config, on_message=on_message, on_late=on_late, channel=channel)
             async with asyncio.timeout(config.connect_s):
                 await link._loop.create_connection(lambda: link, address.host, address.port)
             return await link._until_ready()
@@ -179,7 +194,7 @@ class Link(asyncio.Protocol):
         try:
             async with asyncio.timeout(config.connect_s):
                 await link._loop.create_unix_connection(lambda: link, str(path))
-            if link.uid not in (os.getuid(), 0, None):
+            if link.uid not in (os.getuid(), 0, None, *config.socket_users):
                 link.abort()
                 raise DaemonUnavailable(f"the socket {path} is served by another user", uid=link.uid)
             return await link._until_ready()
@@ -319,7 +334,10 @@ class Link(asyncio.Protocol):
     # -- what the event loop calls ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        wire = cast(asyncio.Transport, transport)
+        if self._channel is not None:
+            self._secure = SecureTransport(wire, self._channel)
+        self._transport = self._secure or wire
         self._learn_endpoint(transport)
         if self.closed.done():
             self._transport.abort()
@@ -328,11 +346,34 @@ class Link(asyncio.Protocol):
             self._on_connected(self)
             if self.closed.done():
                 return
-        if self._session.side == "dialler":
-            self._transport.write(PREAMBLE)
-        for message in self._session.start(self._loop.time()):
-            self._write(message)
+        self._greeting = self._session.start(self._loop.time())
+        if self._secure is not None:
+            self._secure.start()
+        else:
+            self._greet()
         self._arm()
+
+    def _greet(self) -> None:
+        """Nothing stands between the two sides any more."""
+        if self._transport is not None and self._session.side == "dialler":
+            self._transport.write(PREAMBLE)
+        for message in self._greeting:
+            self._write(message)
+
+    def _decrypted(self, secure: SecureTransport, channel: Channel, data: bytes) -> bytes:
+        """What the other side said, when it has proved who it is; ends the link when it cannot."""
+        proved = channel.peer is not None
+        try:
+            data = secure.receive(data)
+        except KvxferError as wrong:
+            if channel.plain:
+                secure.write_plain(encode(refusal(wrong)))
+            self._do(self._session.fail(wrong))
+            return b""
+        if channel.peer is not None and not proved:
+            self._session.certify(channel.peer.node_id)
+            self._greet()
+        return data
 
     def _learn_endpoint(self, transport: asyncio.BaseTransport) -> None:
         connection = transport.get_extra_info("socket")
@@ -344,6 +385,10 @@ class Link(asyncio.Protocol):
             self.name = format_address(str(name[0]), int(name[1])) if name else "unknown"
 
     def data_received(self, data: bytes) -> None:
+        if self._secure is not None and self._channel is not None:
+            if self.closed.done():
+                return
+            data = self._decrypted(self._secure, self._channel, data)
         self._session.heard(self._loop.time())
         self._decoder.feed(data)
         if not self._waits_for_turn:
@@ -392,6 +437,8 @@ class Link(asyncio.Protocol):
         exc, self._lost_by = self._lost_by, None
         if not self.closed.done():
             step = self._session.end(self._decoder.buffered)
+            if self._channel is not None and self._channel.peer is None and isinstance(step.event, Closed):
+                step = Step(event=Closed(error=PeerLost(f"{UNFINISHED_TLS}: has it a tls_cert, too?")))
             if exc is not None and isinstance(step.event, Closed):
                 step.event.error.fields["cause"] = reason(exc)
             self._do(step)

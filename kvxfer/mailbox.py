@@ -16,6 +16,7 @@ from kvxfer.postings import is_greedy
 from kvxfer.timeline import Timeline
 
 MESSAGE_OVERHEAD_BYTES = 64
+Place = tuple[str, str]  # (namespace, channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,11 @@ class Mailboxes:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._channels: dict[str, _Channel] = {}
-        self._by_link: dict[Link, set[str]] = {}
+        self._channels: dict[Place, _Channel] = {}
+        self._by_link: dict[Link, set[Place]] = {}
         self._sent_bytes: dict[Link, int] = {}  # held, by sender; senders that are gone too
         self._opened: dict[Link, int] = {}
-        self._timeline: Timeline[str] = Timeline()
+        self._timeline: Timeline[Place] = Timeline()
         self.held_messages = 0
         self.held_bytes = 0
         self.expired_messages = 0
@@ -52,7 +53,9 @@ class Mailboxes:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def mail(self, now: float, sender: Link, channel: str, data: bytes, source: str) -> list[Deliver]:
+    def mail(
+        self, now: float, sender: Link, channel: str, data: bytes, source: str, namespace: str = ""
+    ) -> list[Deliver]:
         """Deliver a message, or hold it for `mail_ttl_s`.
 
         Raises `TooLarge`, `BusyError` (this mailbox is full), `TooManyPending` (all are), `UsageError` (bad name).
@@ -61,7 +64,8 @@ class Mailboxes:
         _check_name(channel)
         if len(data) > config.mail_bytes_max:
             raise TooLarge("the message is too large", bytes=len(data), mail_bytes_max=config.mail_bytes_max)
-        box = self._channels.get(channel)
+        place = (namespace, channel)
+        box = self._channels.get(place)
         if box is not None and box.listener is not None:
             return [Deliver(link=box.listener, channel=channel, data=data, source=source)]
         size = len(data) + len(channel) + len(source) + MESSAGE_OVERHEAD_BYTES
@@ -73,7 +77,7 @@ class Mailboxes:
         if greedy or self.held_bytes + size > limit:
             raise TooManyPending("the mailboxes of this node are full", mailboxes_bytes_max=limit)
         if box is None:
-            box = self._open(channel, self._opened.get(sender, 0))
+            box = self._open(place, self._opened.get(sender, 0))
             box.sender = sender
             _count(self._opened, sender, 1)
         deadline = now + config.mail_ttl_s
@@ -83,19 +87,20 @@ class Mailboxes:
         self.held_messages += 1
         self.held_bytes += size
         if len(box.held) == 1:
-            self._timeline.set(channel, deadline)
+            self._timeline.set(place, deadline)
         return []
 
-    def listen(self, link: Link, channel: str) -> list[Deliver]:
+    def listen(self, link: Link, channel: str, namespace: str = "") -> list[Deliver]:
         """Make `link` the listener and hand over what was held, oldest first. Listening twice changes nothing."""
         _check_name(channel)
-        box = self._channels.get(channel) or self._open(channel, len(self._by_link.get(link, ())))
+        place = (namespace, channel)
+        box = self._channels.get(place) or self._open(place, len(self._by_link.get(link, ())))
         if box.listener is not None and box.listener != link:
             raise BusyError("another worker listens on this channel", channel=channel)
         box.listener = link
-        self._by_link.setdefault(link, set()).add(channel)
+        self._by_link.setdefault(link, set()).add(place)
         deliveries = [Deliver(link=link, channel=channel, data=item.data, source=item.source) for item in box.held]
-        self._timeline.drop(channel)
+        self._timeline.drop(place)
         while box.held:
             self._forget_oldest(box)
         if box.sender is not None:
@@ -103,33 +108,34 @@ class Mailboxes:
             box.sender = None
         return deliveries
 
-    def unlisten(self, link: Link, channel: str) -> None:
+    def unlisten(self, link: Link, channel: str, namespace: str = "") -> None:
         """Stop listening; harmless when `link` does not listen."""
-        box = self._channels.get(channel)
+        place = (namespace, channel)
+        box = self._channels.get(place)
         if box is None or box.listener != link:
             return
-        del self._channels[channel]  # a channel with a listener holds nothing
+        del self._channels[place]  # a channel with a listener holds nothing
         names = self._by_link[link]
-        names.discard(channel)
+        names.discard(place)
         if not names:
             del self._by_link[link]
 
     def forget(self, link: Link) -> None:
         """The worker is gone: nobody listens on its channels."""
-        for channel in list(self._by_link.get(link, ())):
-            self.unlisten(link, channel)
+        for namespace, channel in list(self._by_link.get(link, ())):
+            self.unlisten(link, channel, namespace)
 
     def expire(self, now: float) -> None:
         """Drop the messages whose time is over."""
-        for channel in self._timeline.pop_due(now):
-            box = self._channels[channel]
+        for place in self._timeline.pop_due(now):
+            box = self._channels[place]
             while box.held and box.held[0].deadline <= now:
                 self._forget_oldest(box)
                 self.expired_messages += 1
             if box.held:
-                self._timeline.set(channel, box.held[0].deadline)
+                self._timeline.set(place, box.held[0].deadline)
             else:
-                del self._channels[channel]
+                del self._channels[place]
                 assert box.sender is not None
                 _count(self._opened, box.sender, -1)
 
@@ -162,11 +168,11 @@ class Mailboxes:
         self.held_bytes -= item.size
         _count(self._sent_bytes, item.sender, -item.size)
 
-    def _open(self, channel: str, own: int) -> _Channel:
+    def _open(self, place: Place, own: int) -> _Channel:
         limit = self._config.mailboxes_max
         if len(self._channels) >= limit or is_greedy(own, len(self._channels), limit):
             raise TooManyPending("too many channels", mailboxes_max=self._config.mailboxes_max)
-        return self._channels.setdefault(channel, _Channel())
+        return self._channels.setdefault(place, _Channel())
 
 
 def _count(counts: dict[Link, int], key: Link, change: int) -> None:

@@ -47,6 +47,7 @@ class Option:
     empty: bool = False  # the empty text is a value (off, automatic)
     wildcard: bool = True  # 0.0.0.0 and :: make sense here
     numeric: bool = False  # names are refused: it will be bound, and its security depends on what it is
+    items_max: int = LIST_ITEMS_MAX
     secret: bool = False  # never shown, never taken from the command line, where every user of the host can read it
 
     @property
@@ -203,8 +204,8 @@ def _parse_list(option: Option, value: object) -> tuple[str, ...]:
         value = [item.strip() for item in value.split(",")] if value.strip() else []
     if not isinstance(value, list | tuple):
         raise _Wrong("not a list")
-    if len(value) > LIST_ITEMS_MAX:
-        raise _Wrong(f"more than {LIST_ITEMS_MAX} items")
+    if len(value) > option.items_max:
+        raise _Wrong(f"more than {option.items_max} items")
     if not value and not option.empty:
         raise _Wrong("empty")
     items = tuple(_parse_item(option, item) for item in value)
@@ -216,10 +217,14 @@ def _parse_list(option: Option, value: object) -> tuple[str, ...]:
 def _parse_item(option: Option, item: object) -> str:
     if not isinstance(item, str):
         raise _Wrong("an item is not a text")
+    if option.pattern:
+        if not re.fullmatch(option.pattern, item):
+            raise _Wrong(f"the item {item[:40]!r} does not have the expected form")
+        return item
     if not option.choices:
         return _parse_address(option, item)
     bare = item.removeprefix("fault+")
-    if bare not in option.choices:
+    if bare not in option.choices or item == "fault+auto":
         close = nearest(bare, option.choices)
         raise _Wrong(f"unknown item {item[:40]!r}" + (f", did you mean {close}?" if close else ""))
     return item

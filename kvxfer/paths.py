@@ -41,10 +41,15 @@ def counters_path(directory: Path, engine_id: bytes) -> Path:
     return directory / f"c-{engine_id.hex()[:12]}.counters"
 
 
-def ensure_socket_dir(path: Path) -> Path:
-    """Make the directory (mode 0700) if it is missing, and check that it is ours alone. Raises `ConfigError`."""
+def ensure_socket_dir(path: Path, *, shared: bool = False) -> Path:
+    """Make the directory (mode 0700) if it is missing, and check that it is ours alone. Raises `ConfigError`.
+
+    ``shared`` (the socket takes other users): its mode is 0711, so that they may pass through, and see or make nothing.
+    """
     try:
         path.mkdir(mode=0o700)
+        if shared:
+            path.chmod(0o711)
     except FileExistsError:
         pass
     except FileNotFoundError as error:
@@ -56,13 +61,13 @@ def ensure_socket_dir(path: Path) -> Path:
     except OSError as error:
         why = "the file system is read-only" if error.errno == errno.EROFS else f"cannot be made: {error.strerror}"
         raise _refused(path, why, "set socket_dir to a place where this user may write") from error
-    check_socket_dir(path)
+    check_socket_dir(path, shared=shared)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _refused(path, "this user may not write there", "set another socket_dir")
     return path
 
 
-def check_socket_dir(path: Path) -> None:
+def check_socket_dir(path: Path, *, shared: bool = False) -> None:
     """Refuse a directory that others could have prepared or can enter. A client calls it before using it."""
     try:
         status = path.lstat()
@@ -76,9 +81,9 @@ def check_socket_dir(path: Path) -> None:
         raise _refused(
             path, f"belongs to user {status.st_uid}, not to user {os.getuid()}", "remove it, or set another socket_dir"
         )
-    if status.st_mode & 0o077:
-        shared = status.st_mode & stat.S_ISVTX  # such as /tmp: to close it would break the host
-        hint = f"set socket_dir to a directory below it, {path}/kvxfer" if shared else f"chmod 700 {path}"
+    if status.st_mode & (0o066 if shared else 0o077):
+        public = status.st_mode & stat.S_ISVTX  # such as /tmp: to close it would break the host
+        hint = f"set socket_dir to a directory below it, {path}/kvxfer" if public else f"chmod 700 {path}"
         raise _refused(path, f"others may enter it (mode {status.st_mode & 0o777:04o})", hint)
 
 

@@ -33,7 +33,7 @@ FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
 SHARE = 8  # one link may hold so many times what is still free: there is always room for somebody else
 
 ClaimKey = tuple[str, int]
-Line = tuple[str, str]  # what waiters wait for: (kind, key), or ("", posting)
+Line = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
 
 
 def is_greedy(own: int, total: int, limit: int) -> bool:
@@ -53,6 +53,7 @@ class Posting:
     body: bytes = field(repr=False)
     places: int
     deadline: float | None
+    namespace: str = ""
     claims: dict[int, Claim] = field(default_factory=dict)
     issued: int = 0
     spent: int = 0
@@ -66,6 +67,11 @@ class Posting:
     def used_up(self) -> bool:
         """Nobody can claim it any more, whatever becomes of the live claims."""
         return bool(self.places) and self.spent >= self.places
+
+    @property
+    def line(self) -> Line:
+        """Where those wait who ask for it by its key."""
+        return self.namespace, self.kind, self.key
 
     def expires_in_s(self, now: float) -> float:
         return 0.0 if self.deadline is None else max(0.0, self.deadline - now)
@@ -117,6 +123,7 @@ class Party:
     name: str
     node_id: str = ""
     incarnation: str = ""
+    namespace: str = ""
     posting_bytes: int = 0
     postings: dict[str, Posting] = field(default_factory=dict)
     claims: dict[ClaimKey, Claim] = field(default_factory=dict)
@@ -136,6 +143,7 @@ class Ended:
     kind: str
     key: str
     issued: int
+    namespace: str = ""
 
 
 class WaitingRoom:
@@ -205,29 +213,30 @@ class EndedMemory:
         return len(self._by_id)
 
     def add(self, posting: Posting, how: str) -> None:
-        self._by_id[posting.id] = Ended(how, posting.kind, posting.key, posting.issued)
+        self._by_id[posting.id] = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace)
         if how == "expired":
-            self._expired[posting.kind, posting.key] = posting.id
+            self._expired[posting.line] = posting.id
         while len(self._by_id) > self._limit:
             old, ended = self._by_id.popitem(last=False)
-            if self._expired.get((ended.kind, ended.key)) == old:
-                del self._expired[ended.kind, ended.key]
+            line = (ended.namespace, ended.kind, ended.key)
+            if self._expired.get(line) == old:
+                del self._expired[line]
 
     def get(self, posting: str) -> Ended | None:
         return self._by_id.get(posting)
 
-    def expired(self, kind: str, key: str) -> bool:
+    def expired(self, line: Line) -> bool:
         """The last posting with this key ran out, and there has been none since."""
-        return (kind, key) in self._expired
+        return line in self._expired
 
-    def renewed(self, kind: str, key: str) -> None:
+    def renewed(self, line: Line) -> None:
         """The key is posted again: what happened before no longer matters for those who ask by key."""
-        self._expired.pop((kind, key), None)
+        self._expired.pop(line, None)
 
     def check(self) -> None:
         assert len(self._by_id) <= self._limit
-        for (kind, key), posting in self._expired.items():
-            assert self._by_id[posting] == Ended("expired", kind, key, self._by_id[posting].issued)
+        for (namespace, kind, key), posting in self._expired.items():
+            assert self._by_id[posting] == Ended("expired", kind, key, self._by_id[posting].issued, namespace)
 
 
 def gone(posting_id: str, ended: Ended | None) -> KvxferError:
@@ -249,7 +258,7 @@ def used_up(posting: Posting) -> KvxferError:
 
 def not_served(line: Line, why: str) -> KvxferError:
     """Why a claim ends that did not wait, or waited to the end."""
-    kind, name = line
+    _, kind, name = line
     if kind:
         hint = "check the name and the node, or wait longer for it"
         return UnknownTransfer(f"no {kind} can be claimed: {why}", key=name, hint=hint)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvxfer.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.book import Book
-from kvxfer.config import Config
+from kvxfer.config import DEFAULT_NAMESPACE, Config
 from kvxfer.errors import (
     AccessDenied,
     ClosedError,
@@ -71,18 +71,18 @@ class Registry:
 
     # -- links ----------------------------------------------------------------------------------------------
 
-    def add_worker(self, link: Link, name: str = "") -> None:
-        """A worker is linked. Raises `TooManyPending`, `UsageError`."""
+    def add_worker(self, link: Link, name: str = "", namespace: str = "") -> None:
+        """A worker is linked, by default in this daemon's namespace. Raises `TooManyPending`, `UsageError`."""
         if self._workers >= self._config.workers_max:
             raise TooManyPending("too many workers on this node", workers_max=self._config.workers_max)
-        self._add(Party(link, name or "a worker"))
+        self._add(Party(link, name or "a worker", namespace=namespace or self._config.namespace))
         self._workers += 1
 
-    def add_peer(self, link: Link, node_id: str, incarnation: str, name: str = "") -> None:
+    def add_peer(self, link: Link, node_id: str, incarnation: str, name: str = "", namespace: str = "") -> None:
         """A peer daemon is linked, perhaps again, perhaps more than once. Raises `UsageError`."""
         if not node_id:
             raise UsageError("a peer has a node id")
-        party = Party(link, name or node_id, node_id, incarnation)
+        party = Party(link, name or node_id, node_id, incarnation, namespace or DEFAULT_NAMESPACE)
         self._add(party)
         self._peers.setdefault(node_id, {})[link] = party
         self._book.adopt_orphans(party)
@@ -96,6 +96,11 @@ class Registry:
         del self._parties[link]
         self._book.stop_waiting(party)
         return actions + (self._worker_gone(now, party) if party.is_worker else self._peer_gone(now, party))
+
+    def namespace_of(self, link: Link) -> str:
+        """The namespace of a linked worker or peer; empty when there is none."""
+        party = self._parties.get(link)
+        return "" if party is None else party.namespace
 
     def live_claims(self, link: Link) -> int:
         """How many live claims depend on this link; while there are any it is probed more often."""
@@ -115,14 +120,26 @@ class Registry:
         body: bytes = b"",
         lease_s: float = 0.0,
         claims_max: int = 0,
+        namespace: str = "",
     ) -> list[Action]:
-        """Post something. `lease_s` 0: the default; for a region, as long as its worker. Waiting claims are served."""
+        """Post something. `lease_s` 0: the default; for a region, as long as its worker. Waiting claims are served.
+
+        ``namespace`` is for the daemon's own postings; empty: that of the link.
+        """
         return self._answer(
             now,
             link,
             rid,
             lambda party: self._book.post(
-                now, party, rid, kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max
+                now,
+                party,
+                rid,
+                kind=kind,
+                key=key,
+                body=body,
+                lease_s=lease_s,
+                claims_max=claims_max,
+                namespace=namespace,
             ),
         )
 
@@ -255,7 +272,10 @@ class Registry:
             now,
             link,
             rid,
-            lambda party: [*self._mailboxes.mail(now, link, channel, data, source), Done(link=party.link, rid=rid)],
+            lambda party: [
+                *self._mailboxes.mail(now, link, channel, data, source, party.namespace),
+                Done(link=party.link, rid=rid),
+            ],
         )
 
     def listen(self, now: float, link: Link, rid: int, *, channel: str) -> list[Action]:
@@ -264,7 +284,7 @@ class Registry:
         def decide(party: Party) -> list[Action]:
             if not party.is_worker:
                 raise AccessDenied("only a worker of this node may listen here")
-            return [Done(link=link, rid=rid), *self._mailboxes.listen(link, channel)]
+            return [Done(link=link, rid=rid), *self._mailboxes.listen(link, channel, party.namespace)]
 
         return self._answer(now, link, rid, decide)
 
@@ -272,7 +292,7 @@ class Registry:
         """Stop listening; harmless when the worker does not listen."""
 
         def decide(party: Party) -> list[Action]:
-            self._mailboxes.unlisten(link, channel)
+            self._mailboxes.unlisten(link, channel, party.namespace)
             return [Done(link=party.link, rid=rid)]
 
         return self._answer(now, link, rid, decide)
@@ -363,7 +383,8 @@ class Registry:
     def _peer_gone(self, now: float, party: Party) -> list[Action]:
         others = self._peers[party.node_id]
         del others[party.link]
-        same = next((other for other in others.values() if other.incarnation == party.incarnation), None)
+        who = (party.incarnation, party.namespace)
+        same = next((other for other in others.values() if (other.incarnation, other.namespace) == who), None)
         actions: list[Action] = []
         for claim in list(party.claims.values()):
             if same is not None:

@@ -29,7 +29,9 @@ import msgpack
 
 from kvxfer.acceptor import Acceptor
 from kvxfer.addresses import format_address, parse_address
+from kvxfer.allow import Allowed
 from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
+from kvxfer.credentials import Credentials
 from kvxfer.dataplane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.dispatch import Dispatcher
@@ -41,7 +43,7 @@ from kvxfer.identity import package_version, stable_node_id
 from kvxfer.landing import LandingPool
 from kvxfer.leftovers import remove_dead_directories, remove_leftovers
 from kvxfer.link import Link, LinkFacts
-from kvxfer.listeners import UnixListener, bound_address, listen_tcp
+from kvxfer.listeners import UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_code
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
@@ -90,7 +92,8 @@ class Server:
         self._tasks = TaskOwner("daemon")
         self._http = HttpServer({"/metrics": self._scrape, "/healthz": self._healthz, "/readyz": self._readyz})
         self._close_reason = "the daemon ends"
-        self._secret = b""
+        self.credentials: Credentials
+        self._poll_timer: asyncio.TimerHandle | None = None
         self.started_at = time.time()
         self._ended: dict[tuple[str, str], int] = {}
         self.late_replies = 0
@@ -102,6 +105,7 @@ class Server:
         self._accelerator: dict[str, object] = {}
         self.ready = False
         self.draining = False
+        self.waits_for_peers = False  # until every peer of `preconnect` was reached once
         self._sweeping = False
         self._linked: list[Acceptor | Pool] = []
 
@@ -146,15 +150,16 @@ class Server:
     async def _start(self) -> None:
         config = self.config
         config.check_security()
-        self._secret = config.read_secret()
+        self.credentials = Credentials(config)
         self._directory = self._make_directory()
-        unix = UnixListener(daemon_socket(self._directory))
+        unix = UnixListener(daemon_socket(self._directory), shared=bool(config.socket_uids))
         self._cleanup.callback(unix.close)
         self.socket_path = unix.path
         tcp = self._bind("listen", config.listen)
         self.addresses = tuple(str(address) for address in config.advertised(bound_address(tcp)))
         http = self._bind("http", config.http) if config.http else None
-        self.node_id = secrets.token_hex(16) if self._embedded else stable_node_id(config, self._directory)
+        own = secrets.token_hex(16) if self._embedded else stable_node_id(config, self._directory)
+        self.node_id = self.credentials.node_id or own  # a certificate says whose it is
         self._open_engine()
         self._open_control()
         await self._accept(unix.socket, tcp)
@@ -166,11 +171,13 @@ class Server:
         if config.landing_prewarm_bytes:
             self._tasks.spawn(self.landings.prewarm(), "prewarm the landing pool")
         remove_leftovers(self._directory, self._live_engines())
+        self._cleanup.callback(self._stop_polling)
+        self._poll_credentials()
         self.ready = True
 
     def _make_directory(self) -> Path:
         if not self._embedded:
-            return ensure_socket_dir(socket_dir(self.config))
+            return ensure_socket_dir(socket_dir(self.config), shared=bool(self.config.socket_uids))
         place = tempfile.gettempdir()
         if len(place) + EMBEDDED_PATH_CHARS > SOCKET_DIR_CHARS_MAX:  # sockets need a short path
             place = "/tmp"
@@ -221,6 +228,7 @@ class Server:
         self.pool = Pool(self._dial, self._tasks, config, clock=clock, rng=self._rng, needed=self._needed)
         self._cleanup.push_async_callback(self._close_pool)
         self._linked.append(self.pool)
+        self.allowed = Allowed(config)
         self.dispatcher.forwarding = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock)
         self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
         self.dispatcher.landings = self.landings
@@ -228,7 +236,7 @@ class Server:
     async def _accept(self, unix: socket.socket, tcp: socket.socket) -> None:
         config = self.config
         # Nobody learns a node's workers; they are told who we are, peers as well.
-        facts = LinkFacts(role="peer", node_id=self.node_id, incarnation=self.incarnation, name=config.node_name)
+        facts = self._facts()
         common: dict[str, Any] = {"on_message": self.dispatcher.on_message, "on_late": settle_late}
         self.workers = Acceptor(
             config,
@@ -236,6 +244,7 @@ class Server:
             roles=("worker", "tool"),
             links_max=self._bounded(config.workers_max + config.handshakes_max),
             on_ready=self._worker_ready,
+            authorise=self.allowed.worker,
             same_user=True,
             # A worker that computes may not look at its sockets for long; the kernel tells at once when it dies.
             limits=replace(config, dead_s=max(config.dead_s, min(config.lease_s, WORKER_DEAD_S_MAX))),
@@ -247,7 +256,8 @@ class Server:
             roles=("peer", "tool"),
             links_max=self._bounded(config.links_max),
             on_ready=self._peer_ready,
-            secret=self._secret,
+            credentials=self.credentials,
+            authorise=self.allowed.peer,
             **common,
         )
         for acceptor, listener in ((self.workers, unix), (self.peers, tcp)):
@@ -301,18 +311,22 @@ class Server:
     # -- links -----------------------------------------------------------------------------------------------
 
     def preconnect(self, addresses: Sequence[str]) -> None:
-        """Connect to a node now and stay connected, so that the first transfer does not wait for it."""
+        """Connect to a node now and stay connected, so that the first transfer does not wait for it.
+
+        Raises `ConfigError` when that node could never reach this one.
+        """
         if not self.ready:
             raise ClosedError("the daemon is not running")
+        check_way_back(self.addresses, addresses)
         self.pool.preconnect(addresses)
 
     async def _dial(self, addresses: Sequence[str], node_id: str) -> Link:
-        facts = LinkFacts(role="peer", node_id=self.node_id, incarnation=self.incarnation, name=self.config.node_name)
         link = await Link.dial(
             addresses,
-            facts,
+            self._facts(),
             self.config,
-            secret=self._secret,
+            credentials=self.credentials,
+            authorise=self.allowed.peer,
             expected_node_id=node_id,
             on_message=self.dispatcher.on_message,
             on_late=settle_late,
@@ -320,6 +334,29 @@ class Server:
         self._watch(link, "peer")
         self.dispatcher.add(link)
         return link
+
+    def _facts(self) -> LinkFacts:
+        config = self.config
+        return LinkFacts(
+            role="peer",
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            name=config.node_name,
+            namespace=config.namespace,
+        )
+
+    def reload_credentials(self) -> None:
+        """Read the files of secret and certificate again now, for connections made from here on."""
+        self.credentials.reload()
+
+    def _poll_credentials(self) -> None:
+        if self.credentials.watches:
+            self.credentials.poll()
+            self._poll_timer = asyncio.get_running_loop().call_later(self.config.reload_s, self._poll_credentials)
+
+    def _stop_polling(self) -> None:
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
 
     def _needed(self, link: Link) -> bool:
         return self.registry.live_claims(link) > 0
@@ -374,6 +411,11 @@ class Server:
         return Response(body=b"ok\n")
 
     def _readyz(self) -> Response:
+        if self.ready and self.waits_for_peers:
+            unreached = self.pool.unreached()
+            if unreached:
+                return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
+            self.waits_for_peers = False
         if self.ready:
             return Response(body=b"ready\n")
         return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")
@@ -384,6 +426,7 @@ class Server:
     def _status(self) -> bytes:
         status = {
             "node_id": self.node_id,
+            "namespace": self.config.namespace,
             "node_name": self.config.node_name or socket.gethostname(),
             "incarnation": self.incarnation,
             "version": package_version(),

@@ -37,12 +37,15 @@ FINE = {
         for name in (
             *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
             *("numa_node", "ping_device", "hixl_options"),
+            *("tls_cert", "tls_key", "tls_ca", "allow_nodes", "allow_namespaces", "socket_uids"),
         )
     ),
+    *((name, text) for name in ("namespace", "allow_namespaces") for text in ("abc", "9" * 39)),
     ("tcp_congestion", "abc"),
     ("node_name", "9" * 39),
     ("secret", "9" * 39),
     *(("secret_file", text) for text in MISTAKES),
+    *((name, text) for name in ("tls_cert", "tls_key", "tls_ca") for text in MISTAKES),
     ("data_port", "0"),
 }
 
@@ -53,7 +56,7 @@ def test_the_defaults_are_a_configuration() -> None:
     assert config == load(env={}).config
     assert config.listen_address == Address("127.0.0.1", 17800)
     assert config.data_bind_host == "127.0.0.1"
-    assert config.read_secret() == b""
+    assert config.read_secrets() == ()
 
 
 def test_hixl_has_a_name_that_peers_can_dial() -> None:
@@ -340,20 +343,20 @@ def test_what_cannot_be_bound_is_refused(listen: str) -> None:
 @pytest.mark.parametrize("size", [SECRET_BYTES_MIN, SECRET_BYTES_MAX])
 def test_secret_lengths(size: int, tmp_path: Path) -> None:
     step = 1 if size == SECRET_BYTES_MAX else -1
-    assert Config(secret="s" * size).read_secret() == b"s" * size
+    assert Config(secret="s" * size).read_secrets() == (b"s" * size,)
     with pytest.raises(ConfigError, match="accepted"):
         Config(secret="s" * (size + step))
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     path.write_bytes(b"f" * size + b"\n")
-    assert Config(secret_file=str(path)).read_secret() == b"f" * size
+    assert Config(secret_file=str(path)).read_secrets() == (b"f" * size,)
     path.write_bytes(b"f" * (size + step) + b"\n")
     with pytest.raises(ConfigError, match="bytes; accepted"):
-        Config(secret_file=str(path)).read_secret()
+        Config(secret_file=str(path)).read_secrets()
 
 
 def test_the_length_counts_bytes_not_characters() -> None:
-    assert len(Config(secret="ä" * 8).read_secret()) == 16
+    assert len(Config(secret="ä" * 8).read_secrets()[0]) == 16
     with pytest.raises(ConfigError):
         Config(secret="ä" * 7)
 
@@ -370,7 +373,7 @@ def test_a_secret_is_never_shown() -> None:
         assert env["KVXFER_SECRET"][:8] not in str(caught.value) + repr(caught.value.fields)
     with pytest.raises(ConfigError, match="command line"):
         load(env={}, flags={"secret": SECRET})
-    assert load(env={"KVXFER_SECRET": SECRET}).config.read_secret() == SECRET.encode()
+    assert load(env={"KVXFER_SECRET": SECRET}).config.read_secrets() == (SECRET.encode(),)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o777])
@@ -383,7 +386,7 @@ def test_a_secret_that_others_can_reach_is_refused(mode: int, tmp_path: Path) ->
     assert caught.value.hint == f"chmod 600 {path}"
     assert "KVXFER_SECRET_FILE" in str(caught.value.fields["source"])
     path.chmod(0o400)
-    assert load(env={"KVXFER_SECRET_FILE": str(path)}).config.read_secret() == SECRET.encode()
+    assert load(env={"KVXFER_SECRET_FILE": str(path)}).config.read_secrets() == (SECRET.encode(),)
 
 
 def test_a_secret_file_that_is_no_file(tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_a_secret_file_that_is_no_file(tmp_path: Path) -> None:
         (tmp_path / "no", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=why):
-            Config(secret_file=str(path)).read_secret()
+            Config(secret_file=str(path)).read_secrets()
 
 
 # -- what peers are told to dial ------------------------------------------------------------------------------------

@@ -315,3 +315,27 @@ async def test_cancelling_parts_that_the_engine_has_no_room_for_ends_each_once(t
             await transfer
         assert [found.users for found in a.plane._reach._imports.values()] == [0, 0]
         assert a.plane._admission.inflight_ops == 0
+
+
+async def test_what_waits_for_the_engine_is_retried_in_order_also_when_a_completion_inside_takes_it(
+    tmp_path: Path,
+) -> None:
+    async with sides(tmp_path, ("tcp",)) as (a, _):
+        works: list[Any] = [object(), object(), object()]
+        plane, seen = a.plane, []
+
+        def no_room(work: Any) -> None:
+            seen.append(work)
+            plane._full.append(work)
+
+        def all_taken(work: Any) -> None:
+            seen.append(work)
+            plane._full.clear()
+
+        plane._full.extend(works)
+        plane._resubmit = no_room  # type: ignore[method-assign]
+        plane._retry_full()
+        assert (seen, list(plane._full)) == (works[:1], works)
+        plane._resubmit = all_taken  # type: ignore[method-assign]
+        plane._retry_full()
+        assert (seen, list(plane._full)) == ([works[0], works[0]], [])

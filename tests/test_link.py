@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer.acceptor import Acceptor
 from kvxfer.config import Config
+from kvxfer.credentials import Credentials
 from kvxfer.errors import (
     AuthenticationError,
     BusyError,
@@ -66,6 +67,10 @@ class Side:
         return await Link.dial([self.address], facts, config or self.config, **options)  # type: ignore[arg-type]
 
 
+def known(secret: bytes) -> Credentials:
+    return Credentials(small(secret=secret.decode()))
+
+
 async def start(config: Config, *, secret: bytes = b"", links_max: int = 8) -> Side:
     listener = socket.create_server(("127.0.0.1", 0))
     side: Side
@@ -83,7 +88,7 @@ async def start(config: Config, *, secret: bytes = b"", links_max: int = 8) -> S
         links_max=links_max,
         on_ready=on_ready,
         on_message=on_message,
-        secret=secret,
+        credentials=known(secret),
     )
     side = Side(acceptor, f"127.0.0.1:{listener.getsockname()[1]}", config)
     await acceptor.start(listener)
@@ -375,7 +380,7 @@ async def test_good_candidate_behind_a_silent_one(side: Side) -> None:
 async def test_secrets_must_match_both_ways(ours: bytes, theirs: bytes) -> None:
     side = await start(small(), secret=theirs)
     with pytest.raises(AuthenticationError) as caught:
-        await side.dial(secret=ours)
+        await side.dial(credentials=known(ours))
     assert not caught.value.retryable
     assert side.links == []
     await side.acceptor.aclose("done")
@@ -383,7 +388,7 @@ async def test_secrets_must_match_both_ways(ours: bytes, theirs: bytes) -> None:
 
 async def test_same_secret_is_let_in() -> None:
     side = await start(small(), secret=SECRET)
-    link = await side.dial(secret=SECRET)
+    link = await side.dial(credentials=known(SECRET))
     assert isinstance(await link.request(m.Echo(), timeout=5), m.EchoReply)
     await link.aclose("done")
     await side.acceptor.aclose("done")

@@ -29,6 +29,7 @@ from kvxfer.config import Loaded, load
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
 from kvxfer.native.facts import MemoryKind, TransportInfo
+from kvxfer.native.transports import names_of
 from kvxfer.options import nearest
 from kvxfer.peer import as_node
 
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -> int:
     options = _options(loaded, args.timeout)
-    wanted = tuple(args.transport or loaded.config.transports)
+    wanted = tuple(args.transport or names_of(loaded.config.transports))
     run = Run(node, args, options, wanted)
     try:
         async with local(**options) as client:

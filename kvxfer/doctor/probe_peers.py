@@ -11,6 +11,7 @@ import msgpack
 
 from kvxfer.addresses import Address
 from kvxfer.config import Config
+from kvxfer.credentials import Credentials
 from kvxfer.dial import candidates, reason, resolve
 from kvxfer.doctor.facts import Candidate, PeerSeen
 from kvxfer.errors import KvxferError
@@ -61,8 +62,8 @@ async def _connect(address: Address, timeout_s: float) -> Candidate:
 
 async def _ask(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
     """The status of the daemon; as a tool, which may ask nothing else."""
-    facts = LinkFacts(role="tool", name="doctor")
-    link = await Link.dial(addresses, facts, config, secret=config.read_secret(), timeout=timeout_s)
+    facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace)
+    link = await Link.dial(addresses, facts, config, credentials=Credentials(config), timeout=timeout_s)
     try:
         reply = await link.request(m.Status(), timeout=timeout_s)
     finally:

@@ -51,7 +51,9 @@ def _version_of(name: str) -> str:
 
 def probe_transports(config: Config, origins: Mapping[str, str]) -> tuple[Transport, ...]:
     """Every transport that is not of one process alone, each in an engine of its own, opened for a moment."""
-    listed = {name.removeprefix("fault+") for name in config.transports}
+    from kvxfer.native.transports import names_of
+
+    listed = {name.removeprefix("fault+") for name in names_of(config.transports)}
     chosen = origins.get("transports", "default") != "default"
     place = tempfile.mkdtemp(prefix="kvxfer-doctor-")
     try:

@@ -54,6 +54,10 @@
 #define KVX_CHOICE_UNREACHABLE 4 /* no connection */
 #define KVX_CHOICE_REFUSED     5 /* the owner's engine, or ours, cannot use it for this grant */
 
+/* what only the application knows: kvx_note */
+#define KVX_NOTE_STALLED 0 /* value: how many are stalled now */
+#define KVX_NOTE_LATE    1 /* value: how many more were late */
+
 /* operations */
 #define KVX_OP_PUT 1
 #define KVX_OP_GET 2
@@ -237,6 +241,7 @@ typedef struct kvx_transport_counters {
     uint64_t served_get_bytes; /* read from our memory by peers, where we can see it */
     uint64_t copied_bytes;     /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
     uint64_t mapped_bytes;     /* mapped instead of copied (adopt) */
+    uint64_t staged_bytes;     /* copied between a device and a block of host memory on their way */
     uint64_t segments;         /* after merging */
     uint64_t frames;           /* data frames or copy calls */
     uint64_t inline_ops;
@@ -274,6 +279,8 @@ typedef struct kvx_counters {
     uint64_t arena_bytes;        /* taken from accelerators' drivers, pinned host memory included */
     uint64_t spilled_bytes;      /* in regions that were meant for a device */
     uint64_t spills;             /* how often; no gauge */
+    uint64_t stalled;            /* transfers and landings that have not moved on for stall_s: kvx_note */
+    uint64_t late;               /* operations that were done after their deadline; no gauge: kvx_note */
     char names[8][32];
     kvx_transport_counters row[8];
 } kvx_counters;
@@ -298,6 +305,8 @@ int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32],
 
 /* The application chose a transport, or passed it over; only counted. */
 int kvx_choice_count(kvx_engine *engine, uint32_t index, uint32_t choice);
+/* The same for KVX_NOTE_*. */
+int kvx_note(kvx_engine *engine, uint32_t what, uint64_t value);
 
 /* -- memory ------------------------------------------------------------------------------------ */
 /* why_p is zeroed first, and says more when the call fails; NULL is allowed. */
@@ -340,6 +349,9 @@ int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segmen
                int *inline_p, kvx_event *event_p);
 /* Ask for an early end: the token still completes exactly once (done, or KVX_E_CANCELLED). */
 int kvx_cancel(kvx_engine *engine, uint64_t token);
+/* Bytes that a live operation has moved, as far as its transport knows between its beginning and its end; 0 when there
+ * is none. */
+uint64_t kvx_progress(kvx_engine *engine, uint64_t token);
 
 /* -- pure helpers, exposed for tests and for `doctor` ------------------------------------------------ */
 /* The allocator inside an arena, see space.h: KVX_E_DEVICE_MEMORY when nothing fits, KVX_E_INVALID for an offset that

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvxfer.errors import ConfigError
+from kvxfer.native.transports import accelerators_likely, expanded
 
 if TYPE_CHECKING:
     from kvxfer.config import Config
@@ -167,6 +168,7 @@ class EngineConfig:
         """The engine's part of the configuration; ``overrides`` are fields of this class."""
         values: dict[str, Any] = {name: getattr(config, name) for name in FROM_CONFIG}
         values.update(
+            transports=expanded(config.transports, accelerators=accelerators_likely()),
             tcp_bind=config.data_bind_host,
             tcp_port=config.data_port,
             hixl_bind=config.hixl_bind_host,

@@ -71,7 +71,11 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
         text = text or boundary
     error = error_for(status, sys_errno=why.sys_errno, what=what)
     error.fields |= fields
-    if text:
+    if status == Status.READ_ONLY and what == "register":
+        error.message = f"register: the memory is not writable: {text}"
+        error.args = (error.message,)
+        hint = "a peer's put would end this process: register memory that may be written, or register it read-only"
+    elif text:
         error.message = f"{error.message}: {text}"
         error.args = (error.message,)
     error.hint = hint or error.hint

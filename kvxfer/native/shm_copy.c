@@ -10,13 +10,15 @@
 #include <sys/uio.h>
 
 #include "copy.h"
+#include "device_memory.h"
 
-#define TURN_CHUNKS  8                    /* copied before a job queues up again */
-#define VECTORS_MAX  1024                 /* IOV_MAX of the kernel */
-#define SYSCALL_MAX  UINT64_C(0x7ffff000) /* bytes in one system call */
-#define CHECK_BYTES  (UINT64_C(64) << 10) /* checked while they are in the cache */
-#define NT_PIECE_MIN UINT64_C(1024)       /* least segment of a large operation that bypasses the caches */
-#define PIECES_MAX   128u                 /* segments copied at once */
+#define TURN_CHUNKS  8                     /* copied before a job queues up again */
+#define VECTORS_MAX  1024                  /* IOV_MAX of the kernel */
+#define SYSCALL_MAX  UINT64_C(0x7ffff000)  /* bytes in one system call */
+#define CHECK_BYTES  (UINT64_C(64) << 10)  /* checked while they are in the cache */
+#define NT_PIECE_MIN UINT64_C(1024)        /* least segment of a large operation that bypasses the caches */
+#define STAGE_BYTES  (UINT64_C(256) << 10) /* between a device and memory that is reached by attaching */
+#define PIECES_MAX   128u                  /* segments copied at once */
 
 typedef struct shm_span { /* where to begin, and how much */
     uint32_t segment;
@@ -258,14 +260,95 @@ static void copy_attached(const shm_run *run, const shm_span *span, shm_result *
     }
 }
 
+/* -- between memory of a device and either --------------------------------------------------------------------------
+ */
+
+static int device_move(kvx_place target, kvx_place source, uint64_t length, bool check, bool corrupt) {
+    uint32_t before = 0, after = 0;
+    int status = check ? kvx_place_crc32c(source, length, &before) : KVX_OK;
+    status = status == KVX_OK ? kvx_move(target, source, length, UINT64_MAX, NULL) : status;
+    if (status == KVX_OK && corrupt) {
+        status = kvx_place_flip(target);
+    }
+    if (status == KVX_OK && check) {
+        status = kvx_place_crc32c(target, length, &after);
+    }
+    return status == KVX_OK && before != after ? KVX_E_INTEGRITY : status;
+}
+
+/* The driver cannot write into another process: through a block of our own. */
+static int device_attach(const shm_run *run, uint8_t *stage, kvx_place local, uint8_t *remote, uint64_t length,
+                         bool corrupt, shm_result *result_p) {
+    bool put = run->op->kind == KVX_OP_PUT, check = (run->op->flags & KVX_OP_CHECK) != 0;
+    pid_t pid = run->import->peer->pid;
+    uint64_t done = result_p->bytes;
+    int status = KVX_OK, error = 0;
+    if (put) {
+        status = device_move(kvx_place_host(stage), local, length, check, false);
+    }
+    if (status == KVX_OK && check) {
+        status = checked_attach(run, stage, remote, length, corrupt && put, result_p);
+    } else if (status == KVX_OK) {
+        error = attach_one(pid, put, stage, remote, length, &result_p->bytes);
+        error = error == 0 && corrupt && put ? corrupt_remote(pid, remote, stage[0]) : error;
+        status = error == 0 ? KVX_OK : attach_status(error);
+        result_p->sys_errno = error;
+    }
+    if (status == KVX_OK && !put) {
+        status = device_move(local, kvx_place_host(stage), length, check, corrupt);
+    }
+    if (status != KVX_OK && !put) {
+        result_p->bytes = done; /* they came as far as our block */
+    }
+    return status;
+}
+
+static void copy_device(const shm_run *run, const shm_span *span, shm_result *result_p) {
+    const kvx_op *op = run->op;
+    bool mapped = run->import->how == SHM_BY_MAPPING;
+    uint8_t *stage = mapped ? NULL : malloc(STAGE_BYTES);
+    result_p->status = mapped || stage != NULL ? KVX_OK : KVX_E_NOMEM;
+    uint64_t offset = span->offset;
+    for (uint32_t i = span->segment; result_p->status == KVX_OK && result_p->bytes < span->bytes;) {
+        const kvx_segment *segment = &op->segments[i];
+        uint64_t length = segment->length - offset, left = span->bytes - result_p->bytes;
+        length = length < left ? length : left;
+        length = mapped || length < STAGE_BYTES ? length : STAGE_BYTES;
+        kvx_place local = kvx_place_of(op->region, segment->local_offset + offset);
+        uint8_t *remote = run->import->remote + segment->remote_offset + offset;
+        bool corrupt = op->corrupt && i == 0 && offset == 0, check = (op->flags & KVX_OP_CHECK) != 0;
+        result_p->segment = i;
+        if (!mapped) {
+            result_p->status = device_attach(run, stage, local, remote, length, corrupt, result_p);
+        } else if (op->kind == KVX_OP_PUT) {
+            result_p->status = device_move(kvx_place_host(remote), local, length, check, corrupt);
+        } else {
+            result_p->status = device_move(local, kvx_place_host(remote), length, check, corrupt);
+        }
+        result_p->bytes += mapped && result_p->status == KVX_OK ? length : 0;
+        offset += length;
+        if (offset == segment->length) {
+            i++;
+            offset = 0;
+        }
+    }
+    free(stage);
+}
+
 /* -- spans ------------------------------------------------------------------------------------------------------------
  */
+
+static bool on_device(const kvx_op *op) {
+    return op->region != NULL && (op->region->flags & KVX_REGION_DEVICE) != 0;
+}
 
 static void copy_span(const shm_run *run, const shm_span *span, shm_result *result_p) {
     shm_transport *shm = run->shm;
     *result_p = (shm_result){.status = KVX_OK};
     bool check = (run->op->flags & KVX_OP_CHECK) != 0;
-    if (run->import->how == SHM_BY_MAPPING) {
+    if (on_device(run->op)) {
+        copy_device(run, span, result_p);
+    } else if (run->import->how == SHM_BY_MAPPING) {
         (check ? copy_mapped_checked : copy_mapped)(run, span, result_p);
     } else {
         (check ? copy_attached_checked : copy_attached)(run, span, result_p);
@@ -341,6 +424,7 @@ static void job_run(kvx_job *job) {
         copy_span(run, &span, &result);
         pthread_mutex_lock(&run->lock);
         run->result.bytes += result.bytes;
+        kvx_op_moved(run->op, result.bytes);
         if (result.status != KVX_OK && run->result.status == KVX_OK) {
             run->result.status = result.status;
             run->result.sys_errno = result.sys_errno;
@@ -399,7 +483,7 @@ int kvx_shm_submit(void *transport, kvx_op *op) {
     if (!kvx_shm_enter(import)) {
         return atomic_load(&import->why);
     }
-    if (op->bytes > shm->config->inline_bytes_max) {
+    if (op->bytes > shm->config->inline_bytes_max || on_device(op)) { /* a driver's copy may block */
         return submit_jobs(shm, import, op);
     }
     shm_run run = {.import = import, .shm = shm, .op = op, .nt_bytes_min = nt_bytes_min(shm->config, op)};

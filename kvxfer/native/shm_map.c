@@ -313,5 +313,15 @@ int kvx_shm_probe(const shm_import *import, const shm_message *message, int *err
         *errno_p = ESRCH; /* somebody else has this number here */
         return KVX_E_CMA_DENIED;
     }
+    /* Not all memory can be reached this way: a driver's pages may be none of the kernel's. */
+    uint8_t ends[2];
+    struct iovec both = {.iov_base = ends, .iov_len = sizeof(ends)};
+    struct iovec at[2] = {{.iov_base = import->remote, .iov_len = 1},
+                          {.iov_base = import->remote + import->length - 1, .iov_len = 1}};
+    got = process_vm_readv(import->peer->pid, &both, 1, at, 2, 0);
+    if (got != (ssize_t)sizeof(ends)) {
+        *errno_p = got < 0 ? errno : EFAULT;
+        return KVX_E_CMA_DENIED;
+    }
     return KVX_OK;
 }

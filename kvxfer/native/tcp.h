@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_owner.c).
+ * tcp_xfer.c tcp_stage.c tcp_owner.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -111,6 +111,16 @@ struct tcp_transport {
     uint32_t owned_count;
 };
 
+/* One frame of device memory on its way through the host, in one direction; see tcp_stage.c. */
+typedef struct tcp_stage {
+    uint8_t *block;       /* NULL: not needed so far; room for the largest frame */
+    int32_t block_device; /* whose pinned memory it is, -1 plain memory */
+    int32_t stream_device;
+    void *stream;
+    kvx_segment whole; /* the frame as it lies in the block */
+    kvx_spans target;  /* of what arrives: where it goes */
+} tcp_stage;
+
 /* -- sending ---------------------------------------------------------------------------------------------------- */
 typedef struct tcp_tx {
     bool active;
@@ -135,8 +145,9 @@ typedef struct tcp_request {
     uint8_t type;
     bool check;
     bool corrupt;
-    tcp_xfer *xfer;     /* NULL: a control request, or the op is not interested any more */
-    kvx_import *import; /* of an ATTACH */
+    tcp_xfer *xfer;           /* NULL: a control request, or the op is not interested any more */
+    kvx_import *import;       /* of an ATTACH */
+    const kvx_region *staged; /* the local region when it is a device's */
     uint64_t op;
     uint32_t index;
     uint32_t segment; /* of the op, first of this frame */
@@ -198,6 +209,7 @@ struct tcp_conn {
 
     pthread_mutex_t tx_lock;
     tcp_tx tx;
+    tcp_stage tx_stage;
 
     /* receiving: rx_lock on a dialler, an acceptor's are the thread's only */
     pthread_mutex_t rx_lock;
@@ -211,6 +223,7 @@ struct tcp_conn {
     uint32_t rx_crc;
     bool rx_stopped; /* do not read now */
     kvx_spans rx_spans;
+    tcp_stage rx_stage;
     uint8_t rx_key[KVX_KEY_BYTES];
 
     /* dialler */
@@ -225,7 +238,7 @@ struct tcp_conn {
     tcp_request *requests;
 
     /* acceptor; the thread only */
-    bool proved, counted, bye, rx_holds, rx_proved, linger_after;
+    bool proved, counted, bye, rx_holds, rx_staged, rx_proved, linger_after;
     uint32_t key_failures;
     kvx_access rx_access;
     kvx_frame notify; /* a notification that found no room */
@@ -288,6 +301,7 @@ struct tcp_peer {
     uint64_t next_op;
     tcp_import *imports;
     tcp_xfer *xfers;
+    uint32_t staged; /* of them, with device memory on our side: the owner thread receives nothing meanwhile */
     tcp_xfer *run_first, *run_last;
     uint32_t streams;
     tcp_conn *conns[KVX_STREAM_STREAMS_MAX];
@@ -369,6 +383,15 @@ void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes); /* for the corrupt se
 void kvx_tcp_xfer_scan(tcp_conn *conn);                    /* look for cancelled ops */
 void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno);
 void kvx_tcp_xfer_sweep(tcp_peer *peer, int status); /* complete what never started */
+
+/* tcp_stage.c; all on the connection's thread. A copy ends early (KVX_E_CANCELLED) when `unwanted` becomes true. */
+int32_t kvx_tcp_stage_device(const kvx_region *region); /* -1: not memory of a device */
+/* After kvx_tcp_tx_start: the payload comes from device memory. Not KVX_OK: the frame says so in its trailer. */
+int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted);
+/* rx_spans, set just now, are device memory: receive into the block; later copy from there to them. */
+int kvx_tcp_stage_expect(tcp_conn *conn, const kvx_region *region);
+int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted);
+void kvx_tcp_stage_free(tcp_stage *stage);
 
 /* tcp_owner.c; all on the engine's owner thread */
 uint64_t kvx_tcp_small_bytes(const tcp_transport *tcp); /* the largest transfer that the owner thread handles itself */

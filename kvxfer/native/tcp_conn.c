@@ -50,6 +50,8 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
         conn->control_first = control->next;
         free(control);
     }
+    kvx_tcp_stage_free(&conn->tx_stage);
+    kvx_tcp_stage_free(&conn->rx_stage);
     pthread_mutex_destroy(&conn->tx_lock);
     pthread_mutex_destroy(&conn->rx_lock);
     free(conn->requests);

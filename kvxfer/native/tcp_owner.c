@@ -53,7 +53,8 @@ void kvx_tcp_own(tcp_conn *conn) {
         return;
     }
     pthread_mutex_lock(&conn->peer->lock);
-    bool alone = conn->request_count <= 1; /* what was sent just now, or it is answered already */
+    /* what was sent just now, or it is answered already; and no answer is for a device, whose driver may block */
+    bool alone = conn->request_count <= 1 && conn->peer->staged == 0;
     pthread_mutex_unlock(&conn->peer->lock);
     if (alone && conn->state == TCP_OPEN && !conn->end_wanted) {
         atomic_store(&conn->owned, true);

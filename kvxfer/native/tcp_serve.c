@@ -156,6 +156,12 @@ bool kvx_tcp_serve_next(tcp_conn *conn) {
         kvx_tcp_tx_start(conn, answer->key, KVX_STREAM_HEADER_BYTES, &spans);
         conn->tx.check = answer->frame.flags & KVX_FRAME_F_CHECK;
         conn->answering = answer;
+        if (answer->holds && kvx_tcp_stage_device(answer->access.grant->region) >= 0) {
+            const kvx_grant *grant = answer->access.grant;
+            if (kvx_tcp_stage_out(conn, grant->region, &grant->revoked) == KVX_E_CANCELLED) {
+                conn->tx.status = KVX_E_REVOKED;
+            }
+        }
     }
     return conn->tx.active;
 }
@@ -183,7 +189,7 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
     *key_p = NULL;
     *segment_p = UINT32_MAX;
     TCP_ORDER_ACQUIRE();
-    int status = kvx_access_begin(core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
+    int status = kvx_access_begin_any(core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
     if (status != KVX_OK) {
         return status;
     }
@@ -222,6 +228,15 @@ static void segments_copy(const tcp_conn *conn, kvx_segment *segments) {
     }
 }
 
+static void put_release(tcp_conn *conn, int status) {
+    if (!conn->rx_holds) {
+        return;
+    }
+    conn->rx_holds = false;
+    conn->rx_status = status;
+    kvx_access_end(core_of(conn), &conn->rx_access);
+}
+
 static void serve_put(tcp_conn *conn) {
     kvx_access access;
     const uint8_t *key;
@@ -238,6 +253,11 @@ static void serve_put(tcp_conn *conn) {
     conn->rx_access = access;
     conn->rx_holds = true;
     conn->rx_spans = (kvx_spans){.base = access.base, .segments = conn->rx_segments, .left = conn->rx.frame.length};
+    conn->rx_staged = kvx_tcp_stage_device(access.grant->region) >= 0;
+    status = conn->rx_staged ? kvx_tcp_stage_expect(conn, access.grant->region) : KVX_OK;
+    if (status != KVX_OK) {
+        put_release(conn, status);
+    }
 }
 
 static void serve_get(tcp_conn *conn) {
@@ -321,15 +341,6 @@ void kvx_tcp_serve_frame(tcp_conn *conn) {
 
 /* -- payload of a put ------------------------------------------------------------------------------------------- */
 
-static void put_release(tcp_conn *conn, int status) {
-    if (!conn->rx_holds) {
-        return;
-    }
-    conn->rx_holds = false;
-    conn->rx_status = status;
-    kvx_access_end(core_of(conn), &conn->rx_access);
-}
-
 bool kvx_tcp_serve_may_write(tcp_conn *conn) {
     if (conn->rx_holds && atomic_load_explicit(&conn->rx_access.grant->revoked, memory_order_acquire)) {
         put_release(conn, KVX_E_REVOKED);
@@ -338,7 +349,25 @@ bool kvx_tcp_serve_may_write(tcp_conn *conn) {
 }
 
 void kvx_tcp_serve_payload_end(tcp_conn *conn) {
-    put_release(conn, KVX_OK);
+    if (!conn->rx_staged) {
+        put_release(conn, KVX_OK);
+    }
+}
+
+/* The frame is whole, and what it says is right or not: on from the block. False: the connection has ended. */
+static bool put_staged(tcp_conn *conn, bool right) {
+    if (!conn->rx_staged || !kvx_tcp_serve_may_write(conn)) {
+        return true;
+    }
+    int error = right ? kvx_tcp_error(conn->fd) : 0;
+    if (error != 0) { /* who reset us counts on nothing reaching the memory any more */
+        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, error, true);
+        return false;
+    }
+    const kvx_grant *grant = conn->rx_access.grant;
+    int status = right ? kvx_tcp_stage_in(conn, grant->region, &grant->revoked) : KVX_OK;
+    put_release(conn, status == KVX_E_CANCELLED ? KVX_E_REVOKED : status);
+    return true;
 }
 
 void kvx_tcp_serve_trailer(tcp_conn *conn) {
@@ -348,13 +377,15 @@ void kvx_tcp_serve_trailer(tcp_conn *conn) {
     uint32_t crc = 0;
     if (key != NULL && !kvx_trailer_open(&conn->auth, key, conn->rx.counter, KVX_STREAM_DIALLER, conn->rx.head,
                                          &sender_status, &crc)) {
+        put_staged(conn, false);
         refuse(conn, KVX_E_KEY, UINT32_MAX, NULL);
         return;
     }
-    int status = conn->rx_status;
-    if (status == KVX_OK && (sender_status != KVX_OK || ((frame->flags & KVX_FRAME_F_CHECK) && crc != conn->rx_crc))) {
-        status = KVX_E_INTEGRITY;
+    bool right = sender_status == KVX_OK && (!(frame->flags & KVX_FRAME_F_CHECK) || crc == conn->rx_crc);
+    if (!put_staged(conn, right)) {
+        return;
     }
+    int status = conn->rx_status == KVX_OK && !right ? KVX_E_INTEGRITY : conn->rx_status;
     if (status == KVX_E_INTEGRITY) {
         acknowledge(conn, status, UINT32_MAX, key);
     } else if (status != KVX_OK) {

@@ -14,6 +14,11 @@
 
 /* -- the queue; peer->lock is held ------------------------------------------------------------------------------ */
 
+/* Is our side of it memory that the driver has to copy? */
+static bool staged(const kvx_op *op) {
+    return kvx_tcp_stage_device(op->region) >= 0;
+}
+
 static void run_push(tcp_peer *peer, tcp_xfer *xfer) {
     if (xfer->running) {
         return;
@@ -48,6 +53,7 @@ static void run_remove(tcp_peer *peer, tcp_xfer *xfer) {
 
 static void finish(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
     run_remove(peer, xfer);
+    peer->staged -= staged(xfer->op);
     if (xfer->previous != NULL) {
         xfer->previous->next = xfer->next;
     } else {
@@ -100,6 +106,9 @@ static void complete(tcp_xfer *done) {
 /* -- submit ----------------------------------------------------------------------------------------------------- */
 
 static bool is_small(const tcp_peer *peer, const kvx_op *op) {
+    if (staged(op)) {
+        return false;
+    }
     return op->kind == KVX_OP_GET ? op->bytes <= peer->tcp->frame_bytes && op->count <= 64
                                   : op->bytes <= kvx_tcp_small_bytes(peer->tcp);
 }
@@ -179,7 +188,7 @@ static void send_now(tcp_conn *conn, bool answer_too) {
 int kvx_tcp_submit(void *transport, kvx_op *op) {
     (void)transport;
     tcp_peer *peer = op->import->peer->transport_data;
-    bool owner = kvx_op_in_submit(op), small = op->bytes <= kvx_tcp_small_bytes(peer->tcp);
+    bool owner = kvx_op_in_submit(op), small = !staged(op) && op->bytes <= kvx_tcp_small_bytes(peer->tcp);
     tcp_xfer *xfer = calloc(1, sizeof *xfer);
     if (xfer == NULL) {
         return KVX_E_NOMEM;
@@ -200,6 +209,7 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
         return KVX_E_PEER_LOST;
     }
     xfer->id = ++peer->next_op;
+    peer->staged += staged(op);
     xfer->next = peer->xfers;
     if (xfer->next != NULL) {
         xfer->next->previous = xfer;
@@ -286,6 +296,7 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer) {
         request->segment = (uint32_t)(xfer->cursor.segments - op->segments);
         frame.segments = encode_segments(conn, xfer, &frame.length);
         request->length = frame.length;
+        request->staged = staged(op) ? op->region : NULL;
         request->check = op->flags & KVX_OP_CHECK;
         request->corrupt = op->corrupt && frame.index == 0;
         request->spans = xfer->cursor;
@@ -355,6 +366,14 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
         conn->tx.check = bulk && request->check;
         conn->tx.corrupt = bulk && request->corrupt;
         conn->sending = request;
+        int status = bulk && request->staged != NULL
+                         ? kvx_tcp_stage_out(conn, request->staged, &request->xfer->op->cancelled)
+                         : KVX_OK;
+        if (status != KVX_OK) {
+            pthread_mutex_lock(&peer->lock);
+            fail(request->xfer, status, 0, (int)request->segment);
+            pthread_mutex_unlock(&peer->lock);
+        }
     }
     return conn->tx.active;
 }
@@ -380,6 +399,7 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
         xfer->outstanding--;
         if (status == KVX_OK) {
             xfer->bytes += request->length;
+            kvx_op_moved(xfer->op, request->length);
         } else {
             fail(xfer, status, sys_errno, segment == UINT32_MAX ? -1 : (int)(request->segment + segment));
         }
@@ -390,6 +410,20 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
     if (import != NULL) {
         kvx_tcp_import_settle(conn, import, status, sys_errno);
     }
+}
+
+/* Nobody is interested in the answer to this get any more. */
+static void let_go(tcp_conn *conn, tcp_request *request, int status) {
+    tcp_peer *peer = conn->peer;
+    tcp_xfer *done = NULL;
+    pthread_mutex_lock(&peer->lock);
+    tcp_xfer *xfer = request->xfer;
+    request->xfer = NULL;
+    xfer->outstanding--;
+    fail(xfer, status, 0, -1);
+    step(peer, xfer, &done);
+    pthread_mutex_unlock(&peer->lock);
+    complete(done);
 }
 
 static void nonsense(tcp_conn *conn) {
@@ -439,6 +473,12 @@ void kvx_tcp_xfer_answer(tcp_conn *conn) {
     } else if (frame->type == KVX_FRAME_DATA) {
         conn->rx_spans = request->spans;
         conn->rx_crc = 0;
+        if (request->staged != NULL && request->xfer != NULL) {
+            int status = kvx_tcp_stage_expect(conn, request->staged);
+            if (status != KVX_OK) {
+                let_go(conn, request, status);
+            }
+        }
     } else {
         uint32_t segments = (uint32_t)request->length; /* an upper bound: each has a byte at least */
         settle(conn, frame->status, frame->segment < segments ? frame->segment : UINT32_MAX, 0);
@@ -473,6 +513,9 @@ void kvx_tcp_xfer_trailer(tcp_conn *conn) {
     }
     if (status == KVX_OK && request->check && request->xfer != NULL && crc != conn->rx_crc) {
         status = KVX_E_INTEGRITY;
+    }
+    if (status == KVX_OK && request->staged != NULL && request->xfer != NULL) {
+        status = kvx_tcp_stage_in(conn, request->staged, &request->xfer->op->cancelled);
     }
     settle(conn, status, UINT32_MAX, 0);
 }

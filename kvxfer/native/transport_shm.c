@@ -365,7 +365,7 @@ static void shm_query(void *transport, kvx_transport_info *info_p) {
         .region_bytes_max = UINT64_MAX,
         .copies_x100 = 100,
         .memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED,
-        .local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED,
+        .local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED | 1u << KVX_MEM_HBM,
     };
     snprintf(info_p->name, sizeof(info_p->name), "shm");
     snprintf(info_p->endpoint, sizeof(info_p->endpoint), "%s", shm->endpoint);

@@ -492,7 +492,7 @@ static void tcp_query(void *transport, kvx_transport_info *info_p) {
     info_p->alignment = 1;
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 200; /* into the kernel and out of it */
-    info_p->memory = info_p->local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED;
+    info_p->memory = info_p->local_memory = 1u << KVX_MEM_DRAM | 1u << KVX_MEM_PINNED | 1u << KVX_MEM_HBM;
 }
 
 static int tcp_mem_register(void *transport, kvx_region *region) {

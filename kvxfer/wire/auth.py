@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Literal
 
 from kvxfer.wire.messages import Hello, Welcome
@@ -28,6 +29,8 @@ def transcript(hello: Hello, welcome: Welcome) -> bytes:
         *welcome.features,
         *(welcome.node_id, welcome.incarnation, welcome.auth),
     ]
+    if hello.namespace or welcome.namespace:  # those who know none say the same as before there were any
+        parts += [hello.namespace, welcome.namespace]
     encoded = [hello.nonce, welcome.nonce, *(part.encode("utf-8", "surrogatepass") for part in parts)]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 
@@ -40,3 +43,12 @@ def prove(secret: bytes, side: Side, said: bytes) -> bytes:
 def verify(secret: bytes, side: Side, said: bytes, proof: bytes) -> bool:
     """Is it the other side's proof? In constant time."""
     return hmac.compare_digest(prove(secret, side, said), proof)
+
+
+def find_secret(secrets: Sequence[bytes], side: Side, said: bytes, proof: bytes) -> bytes:
+    """The secret with which the other side made its proof, empty when none of ours. All are tried, whichever fits."""
+    found = b""
+    for secret in secrets:
+        if verify(secret, side, said, proof):
+            found = secret
+    return found

@@ -22,7 +22,7 @@ from kvxfer.wire.fields import U64_MAX, Kind, Oversize
 from kvxfer.wire.structure import check_structure
 
 LENGTH_BYTES = 4  # before every frame: the length of what follows, big-endian
-OPTIONAL: Final = "optional"  # in an annotation: the field may be absent on the wire, and its default stands in
+OPTIONAL: Final = "optional"  # in an annotation: absent on the wire, a field has its default, and with it is not sent
 _length = struct.Struct(">I")
 
 
@@ -33,7 +33,7 @@ class Message:
     __slots__ = ()
     number: ClassVar[int]
     kinds: ClassVar[tuple[tuple[str, Kind], ...]]
-    optional: ClassVar[frozenset[str]]
+    optional: ClassVar[Mapping[str, object]]
 
     def __post_init__(self) -> None:
         for name, kind in self.kinds:
@@ -78,7 +78,11 @@ def numbered(number: int) -> Callable[[type[M]], type[M]]:
         names = [item.name for item in dataclasses.fields(declared)]  # type: ignore[arg-type]
         declared.number = number
         declared.kinds = tuple((name, hints[name].__metadata__[0]) for name in names)
-        declared.optional = frozenset(name for name in names if OPTIONAL in hints[name].__metadata__)
+        declared.optional = {
+            item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+            for item in dataclasses.fields(declared)  # type: ignore[arg-type]
+            if OPTIONAL in hints[item.name].__metadata__
+        }
         MESSAGES[number] = declared
         return declared
 
@@ -88,6 +92,9 @@ def numbered(number: int) -> Callable[[type[M]], type[M]]:
 def encode(message: Message, frame_bytes_max: int | None = None) -> bytes:
     """The whole frame, length included. Raises `TooLarge` when it would exceed `frame_bytes_max`."""
     fields = {name: getattr(message, name) for name, _ in message.kinds}
+    for name, default in message.optional.items():
+        if fields[name] == default:  # as before the field existed, byte for byte
+            del fields[name]
     what = type(message).__name__
     try:
         payload = msgpack.packb((message.number, fields))

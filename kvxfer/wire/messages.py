@@ -15,6 +15,7 @@ from kvxfer.config import (
     CLAIM_NUMBER_MAX,
     ECHO_BYTES_MAX,
     KEY_CHARS_MAX,
+    NAMESPACE_CHARS_MAX,
     POSTING_BODY_BYTES_MAX,
 )
 from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
@@ -69,6 +70,7 @@ ClaimNumber = Annotated[int, UInt(CLAIM_NUMBER_MAX)]
 Duration = Annotated[float, Seconds(SECONDS_MAX)]
 PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
 MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
+Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), OPTIONAL]  # empty: "default"; of a worker: its daemon's
 EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
 
 
@@ -91,6 +93,7 @@ class Hello(Message):
     pid: Annotated[int, UInt(2**32 - 1)] = 0
     engine_id: IdentityOrAny = ""
     counters_path: Annotated[str, Text(PATH_CHARS_MAX)] = ""
+    namespace: Namespace = ""
 
 
 @numbered(2)
@@ -105,6 +108,7 @@ class Welcome(Message):
     nonce: Nonce
     auth: Annotated[str, OneOf(("none", "hmac"))]
     proof: ProofBytes = b""
+    namespace: Namespace = ""
 
 
 @numbered(3)

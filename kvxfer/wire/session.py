@@ -16,7 +16,7 @@ arrives is a sign of life, and silence after a probe means that the peer is lost
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvxfer.errors import (
@@ -33,7 +33,7 @@ from kvxfer.errors import (
     VersionMismatch,
 )
 from kvxfer.wire import messages as m
-from kvxfer.wire.auth import Side, prove, transcript, verify
+from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.faults import error_reply, exception_of, refusal
 from kvxfer.wire.tables import DEADLINES as DEADLINES
 from kvxfer.wire.tables import HANDSHAKE as HANDSHAKE
@@ -65,7 +65,7 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Who one side of a connection is. Of an acceptor, the other side learns only node id and incarnation."""
+    """Who one side of a connection is. Of an acceptor, one learns node id, incarnation and namespace only."""
 
     role: str = "peer"
     node_id: str = ""
@@ -74,6 +74,7 @@ class Facts:
     pid: int = 0
     engine_id: str = ""
     counters_path: str = ""
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +116,12 @@ _NOTHING = Step()
 class Session:
     """The protocol of one connection.
 
-    ``secret`` empty or None: none. ``auth_required`` (by default: whether there is a secret) makes an acceptor demand
-    the dialler's proof, and makes a dialler refuse an acceptor that offers none; a dialler with a secret proves itself
-    whenever it is asked. ``nonce`` is 32 fresh random bytes, ``session_id`` (acceptor) 32 fresh hex digits.
-    ``expected_node_id`` (dialler) refuses any other node. ``accept_roles`` (acceptor) are the link roles that may
-    connect here.
+    ``secret`` empty or None: none; the other side may also use one of ``more_secrets``. ``auth_required`` (by default:
+    whether there is a secret) makes an acceptor demand the dialler's proof, and makes a dialler refuse an acceptor that
+    offers none; a dialler with a secret proves itself whenever it is asked. ``nonce`` is 32 fresh random bytes,
+    ``session_id`` (acceptor) 32 fresh hex digits. ``expected_node_id`` (dialler) refuses any other node.
+    ``accept_roles`` (acceptor) are the link roles that may connect here. ``authorise`` gets the other side's facts once
+    it has proved itself, and raises for whoever may not connect all the same.
     """
 
     def __init__(
@@ -132,9 +134,11 @@ class Session:
         now: float,
         session_id: str = "",
         secret: bytes | None = None,
+        more_secrets: Sequence[bytes] = (),
         auth_required: bool | None = None,
         expected_node_id: str = "",
         accept_roles: Collection[str] = m.LINK_ROLES,
+        authorise: Callable[[Facts], None] | None = None,
         versions: tuple[int, int] = VERSIONS,
         features: Sequence[str] = FEATURES,
     ) -> None:
@@ -148,6 +152,9 @@ class Session:
         self._nonce = nonce
         self._session_id = session_id
         self._secret = secret or b""
+        self._secrets = tuple(item for item in (self._secret, *more_secrets) if item)
+        self._authorise = authorise
+        self._certified = ""  # the node id that the other side's certificate is for
         self._auth_required = bool(self._secret) if auth_required is None else auth_required
         self._expected_node_id = expected_node_id
         self._accept_roles = accept_roles
@@ -182,8 +189,13 @@ class Session:
             pid=mine.pid,
             engine_id=mine.engine_id,
             counters_path=mine.counters_path,
+            namespace=mine.namespace,
         )
         return (self._hello,)
+
+    def certify(self, node_id: str) -> None:
+        """Before the first message: the channel below has proved that the other side is this node."""
+        self._certified = node_id
 
     def receive(self, message: m.Message | m.Unknown, now: float) -> Step:
         """One message has arrived. Never raises: a bad message gives `Closed` with a `ProtocolError`."""
@@ -306,7 +318,10 @@ class Session:
             pid=hello.pid,
             engine_id=hello.engine_id,
             counters_path=hello.counters_path,
+            namespace=hello.namespace,
         )
+        if hello.node_id:
+            self._check_certified(hello.node_id)
         self._welcome = self._make_welcome(hello, high)
         return Step(send=(self._welcome,))
 
@@ -324,6 +339,7 @@ class Session:
                 nonce=self._nonce,
                 auth=auth,
                 proof=proof,
+                namespace=mine.namespace,
             )
 
         return made(prove(self._secret, "acceptor", transcript(hello, made(b"")))) if required else made(b"")
@@ -337,39 +353,58 @@ class Session:
         if not set(welcome.features) <= set(hello.features):
             raise ProtocolError("Welcome has features that were not offered", kind="Welcome", field="features")
         said = transcript(hello, welcome)
-        self._check_acceptor(welcome, said)
+        secret = self._check_acceptor(welcome, said)
+        self._check_certified(welcome.node_id)
         if self._expected_node_id and welcome.node_id != self._expected_node_id:
             raise IdentityMismatch(
                 "another node answers at this address", expected=self._expected_node_id, actual=welcome.node_id
             )
         self._welcome = welcome
-        self._peer = Facts(node_id=welcome.node_id, incarnation=welcome.incarnation)
-        proof = prove(self._secret, "dialler", said) if welcome.auth == "hmac" else b""
+        self._peer = Facts(node_id=welcome.node_id, incarnation=welcome.incarnation, namespace=welcome.namespace)
+        self._check_authorised()
+        proof = prove(secret, "dialler", said) if welcome.auth == "hmac" else b""
         return Step(send=(m.Proof(proof=proof),))
 
-    def _check_acceptor(self, welcome: m.Welcome, said: bytes) -> None:
+    def _check_certified(self, says: str) -> None:
+        """Whoever has a certificate is the node that it is for, and no other."""
+        if self._certified and says != self._certified:
+            other = _other(self.side)
+            hint = "set tls_cert there to the certificate of that node"
+            why = f"the {other} says it is one node, and its certificate is for another"
+            raise AuthenticationError(why, says=says, certified=self._certified, hint=hint)
+
+    def _check_authorised(self) -> None:
+        assert self._peer is not None
+        if self._authorise is not None:
+            self._authorise(replace(self._peer, node_id=self._peer.node_id or self._certified))
+
+    def _check_acceptor(self, welcome: m.Welcome, said: bytes) -> bytes:
+        """The secret that both sides know; empty when the acceptor asks for none."""
         if welcome.auth == "none":
             if self._auth_required:
                 hint = "give that node the same secret_file, or take it away from this side"
                 raise AuthenticationError(
                     "the peer does not ask for the shared secret, but this side requires it", hint=hint
                 )
-            return
+            return b""
         if not self._secret:
             hint = "set secret_file to the file that the other nodes use"
             raise AuthenticationError("the peer requires the shared secret, and this side has none", hint=hint)
-        if not verify(self._secret, "acceptor", said, welcome.proof):
+        found = find_secret(self._secrets, "acceptor", said, welcome.proof)
+        if not found:
             raise AuthenticationError(
                 "the peer's shared secret is not the same as this side's", hint="give all nodes the same secret_file"
             )
+        return found
 
     def _on_proof(self, proof: m.Proof) -> Step:
         assert self._hello is not None
         assert self._welcome is not None
         if self._auth_required:
             said = transcript(self._hello, self._welcome)
-            if not verify(self._secret, "dialler", said, proof.proof):
+            if not find_secret(self._secrets, "dialler", said, proof.proof):
                 raise AuthenticationError("the dialler's shared secret is missing or not the same as this side's")
+        self._check_authorised()
         ready = m.Ready(session=self._session_id, keepalive_s=self._keepalive_s)
         return Step(send=(ready,), event=self._established(self._session_id))
 
@@ -390,7 +425,7 @@ class Session:
             version=welcome.version,
             features=welcome.features,
             session=session,
-            authenticated=welcome.auth == "hmac",
+            authenticated=welcome.auth == "hmac" or bool(self._certified),
         )
 
     def _version_mismatch(self, low: int, high: int) -> VersionMismatch:

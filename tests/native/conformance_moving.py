@@ -145,8 +145,8 @@ async def test_a_grant_begins_inside_its_region(pair: Pair) -> None:
 
 async def test_small_operations_complete_inline(pair: Pair) -> None:
     reach = await pair.reach(64 * KIB)
-    if not pair.info.can_inline:
-        return
+    if not pair.info.can_inline or reach.mine.on_device or reach.remote.on_device:
+        return  # a driver's copy may block, and submit may not
     assert isinstance(reach.put(0, 0, INLINE_MAX), Event)
     assert isinstance(reach.get(0, 0, 1), Event)
     assert not isinstance(reach.put(0, 0, INLINE_MAX + 1), Event)

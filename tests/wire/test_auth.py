@@ -49,6 +49,7 @@ CHANGED: dict[str, Any] = {
     "counters_path": "",
     "version": 2,
     "auth": "none",
+    "namespace": "other",
 }
 
 
