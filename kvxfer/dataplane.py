@@ -38,7 +38,7 @@ from kvxfer.errors import (
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
-from kvxfer.reach import Import, Reach
+from kvxfer.reach import Import, Reach, stale
 from kvxfer.stall import StallWatch
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
@@ -471,6 +471,7 @@ class DataPlane:
             transport=ready.route.info.name,
             segment=event.segment if event.segment >= 0 else None,
         )
+        error = stale(error)
         if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
             self._reach.drop(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:

@@ -18,12 +18,16 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
+    BusyError,
     KvxferError,
+    LeaseExpired,
     PeerError,
+    PeerIncarnationMismatch,
     PeerLost,
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    UnknownTransfer,
     UsageError,
     from_code,
 )
@@ -402,6 +406,24 @@ class Pull:
         finally:
             outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
             self._settle(claim, peer, outcome, error)
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    message = Claim(
+        node=ticket.addresses,
+        node_id=ticket.node_id,
+        incarnation=ticket.incarnation,
+        kind="ticket",
+        posting=ticket.posting,
+        secret=ticket.secret,
+    )
+    try:
+        claim, _ = await control.claim(message, deadline, lambda event: None)
+    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
+        return  # nobody holds anything for us any more
+    control.settle_in_background(claim, "done", None)
 
 
 def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:
