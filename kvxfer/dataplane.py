@@ -64,6 +64,7 @@ class Part:
     span: tuple[int, int, int] | None = None
     notify: tuple[int, int] | None = None
     check: bool = False
+    number: int | None = None  # among the several parts of a transfer: named in errors
 
     @property
     def size(self) -> int:
@@ -231,7 +232,8 @@ class DataPlane:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
-        for part in parts:
+        for number, part in enumerate(parts):
+            part.number = number if len(parts) > 1 else None
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
             if ready is not None:
@@ -411,6 +413,8 @@ class DataPlane:
         """One part is over: its place in the window goes to whoever is next."""
         permit, work.permit = work.permit, None
         started = [] if permit is None else self._admission.done(permit)
+        if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
+            error.fields.setdefault("part", work.part.number)
         if error is None or not self._goes_on(work, token, moved_bytes, error):
             work.transfer.part_ended(token, moved_bytes, error)
         self._start_admitted(started)

@@ -31,7 +31,7 @@ from kvxfer.errors import (
     UsageError,
     from_code,
 )
-from kvxfer.exchange import Posting, Reaching, negotiate, prepared_layer
+from kvxfer.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan
@@ -349,7 +349,10 @@ class Pull:
         return transport
 
     async def _layer_done(self, layer: int, transfer: Transfer) -> None:
-        await transfer
+        try:
+            await transfer
+        except KvxferError as error:
+            raise (error if error is self._error else of_layer(error, layer)) from None
         self._bytes += transfer.bytes_done
         if self._on_layer is not None:
             self._on_layer(layer)

@@ -23,9 +23,11 @@ import numpy as np
 
 import kvxfer
 from kvxfer.config import load
+from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
+from kvxfer.native.engine import OpKind
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
@@ -316,6 +318,20 @@ class Actor(Many):
     async def landing(self, name: str, cache: str, blocks: list[int], **how: Any) -> None:
         """An offer whose layers are waited for one by one, each by a task of its own (`layers` tells the outcomes)."""
         self._flow(name, self._landing(name, cache, blocks, **how))
+
+    async def group(self, region: str, descriptor: dict[str, Any], parts: int, timeout: float) -> dict[str, Any]:
+        """One transfer of several writes."""
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        size = len(ours) // parts
+        await self.client.plane.prepare(remote)
+        work = [
+            Part(kind=OpKind.PUT, region=ours.id, descriptor=remote, span=(index * size, index * size, size))
+            for index in range(parts)
+        ]
+        transfer = self.transfers["group"] = self.client.plane.start(work, timeout=timeout, peer="group")
+        self.settled["group"] = 0
+        transfer.on_settled(lambda _: self._count("group"))
+        return await self.outcome("group")
 
     async def _landing(self, name: str, cache: str, blocks: list[int], **how: Any) -> dict[str, Any]:
         layers = self.caches[cache].layout.geometry.layers

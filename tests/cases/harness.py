@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvxfer.errors import DaemonUnavailable
 from kvxfer.testing.frames import CONTROL, DATA
 from kvxfer.testing.processes import Daemon, Process, daemon, python_process
 from kvxfer.testing.proxy import Proxy, proxy
@@ -48,6 +49,7 @@ class Side:
         self.settings = settings  # of the daemon
         self.http = ""
         self._out_of_step = False
+        self._proxies = AsyncExitStack()
         self.host = ""  # of the proxies; empty: none
         self.control: Proxy
         self.data: Proxy
@@ -114,9 +116,12 @@ class Side:
         self._remote = Remote(process, limit(ANSWER_S))
         self.facts = await self.do("open", socket=str(self.socket), **self.options)
         if self.host:
-            await self._put_proxies(stack)
+            await self._put_proxies()
 
-    async def _put_proxies(self, stack: AsyncExitStack) -> None:
+    async def _put_proxies(self) -> None:
+        """New ones, since the ports may be new."""
+        await self._proxies.aclose()
+        stack = self._proxies = AsyncExitStack()
         data = self.facts["endpoints"].get("tcp")
         if data:
             port = int(data.rpartition(":")[2])
@@ -134,8 +139,14 @@ class Side:
             await self.process.wait()
         if self.process.returncode is not None:
             await self.restart_worker()
-        await self.do("close")
+        try:
+            await self.do("close")
+        except DaemonUnavailable:  # it was killed, and has not been noticed as dead before
+            await self.restart_worker()
+            await self.do("close")
         self.facts = await self.do("open", socket=str(self.socket), **(self.options | options))
+        if self.host:
+            await self._put_proxies()
 
     async def restart_worker(self) -> None:
         """After its end: another one in its place."""
@@ -160,6 +171,7 @@ class Side:
             process.send_signal(signal.SIGCONT)
 
     async def aclose(self) -> None:
+        await self._proxies.aclose()
         for held in (self._worker, self._daemon):
             if held is not None:
                 await held[0].aclose()
