@@ -277,7 +277,7 @@ class Client:
     async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
         """`register` for each of them, or for none: what was registered before one failed is given back.
 
-        Raises `RegistrationError` (which one, how many bytes, how many were registered before it, errno, what to do), or
+        Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
         what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
         """
         made = await register_all(lambda source: self.register(source, device=device), sources, self._not_registered)

@@ -271,6 +271,9 @@ class Config:
         expects="the number of an accelerator",
     )
     integrity: bool = _option("bool", False, "Checksum every transfer end to end.")
+    ignore_fingerprint: bool = _option(
+        "bool", False, "Move a cache even when both sides name different models, revisions or quantisations."
+    )
     # -- admission --
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")
     window_bytes_max: int = _size(256 * MIB, 64 * KIB, 1 << 40, "Bytes in flight to one peer.")

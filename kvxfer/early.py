@@ -20,7 +20,9 @@ E = TypeVar("E")
 class EarlyNotices(Generic[E]):
     """Kept by a key (a grant, a claim), oldest key first. ``now`` comes in with every call."""
 
-    def __init__(self, *, kept_max: int = KEPT_MAX, per_key_max: int = KEPT_PER_KEY_MAX, kept_s: float = KEPT_S) -> None:
+    def __init__(
+        self, *, kept_max: int = KEPT_MAX, per_key_max: int = KEPT_PER_KEY_MAX, kept_s: float = KEPT_S
+    ) -> None:
         self._kept: OrderedDict[int, tuple[float, list[E]]] = OrderedDict()
         self._kept_max = kept_max
         self._per_key_max = per_key_max

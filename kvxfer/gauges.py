@@ -40,6 +40,8 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
+    text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
+    yield Sample(name="kvxfer_ignore_fingerprint", help=text, value=server.config.ignore_fingerprint)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)

@@ -298,7 +298,10 @@ class Pull:
         peer: Posting | None = None
         try:
             peer = await Posting.receive(body)
-            mapping = await negotiate(peer.layout, peer.table, self._cache.layout, self._table)
+            lenient = self._client.config.ignore_fingerprint
+            mapping = await negotiate(
+                peer.layout, peer.table, self._cache.layout, self._table, ignore_fingerprint=lenient
+            )
             self._raise_if_failed()
             transport = await self._read(mapping, peer, deadline)
             await self._release(peer, claim, deadline)

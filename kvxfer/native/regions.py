@@ -66,9 +66,15 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     if isinstance(fields.get("address"), int) and status != Status.ALIGN:
         fields["address"] = hex(int(fields["address"] or 0))
     hint = _HINTS.get(Status(status)) if status in _HINTS and fields.get("device") is not None else None
-    if status == Status.ALIGN:
+    if status == Status.ALIGN and why.required:
+        fields["required"], fields["got"] = why.required, int(fields["address"] or 0) & -int(fields["address"] or 1)
+        fields["address"] = hex(int(fields["address"] or 0))
+        hint = "alloc() gives memory that suits every transport in use"
+    elif status == Status.ALIGN:
         boundary, hint = _alignment(why, fields)
         text = text or boundary
+    if status == Status.LIMIT and why.required:
+        fields["limit"], hint = why.required, "register the memory in several pieces (register_many)"
     error = error_for(status, sys_errno=why.sys_errno, what=what)
     error.fields |= fields
     if text:
@@ -123,6 +129,8 @@ def register(
         fields: dict[str, Field] = {"length": length}
         if device >= 0:
             fields |= {"address": address, "memory": kind.word, "device": device}
+        elif status == Status.ALIGN:
+            fields["address"] = address
         raise memory_error(ffi, status, why, "register", **fields)
     return region_info(info)
 
