@@ -223,7 +223,7 @@ class Config:
         "",
         "Faults that `fault+NAME` transports inject, for tests: seed=1,delay_ms=0..50,fail_rate=0.1.",
         empty=True,
-        pattern=r"[a-z_]+=[0-9.]+(,[a-z_]+=[0-9.]+)*",
+        pattern=r"[a-z_]+=[0-9.+]+(,[a-z_]+=[0-9.+]+)*",
         expects="name=value pairs separated by commas",
     )
     spin_us: int = _int(
@@ -315,6 +315,9 @@ class Config:
         300, 1, 86400, "A connection to another node that nobody uses is closed after this time."
     )
     drain_s: float = _seconds(5, 0, 600, "Time that running transfers have to finish when the daemon is told to stop.")
+    stall_s: float = _seconds(
+        1, 0.05, 300, "A running transfer or landing that has not moved on for so long is called stalled."
+    )
     cancel_s: float = _seconds(1, 0.05, 60, "A cancelled transfer that the peer does not settle resets its connection.")
     reconnect_min_s: float = _seconds(
         0.1, 0.01, 60, "Pause before the first attempt to reconnect; it doubles each time."

@@ -40,6 +40,7 @@ from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, Re
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
 from kvxfer.reach import Import, Reach
+from kvxfer.stall import StallWatch
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
@@ -101,7 +102,7 @@ class DataPlane:
         self.node_id = node_id
         self.incarnation = incarnation
         self._tasks = TaskOwner("data plane")
-        self._reach = Reach(engine, self._tasks, allowed)
+        self._reach = Reach(engine, self._tasks, allowed, config=config)
         self._endpoints = _advertised(engine.transports, advertise)
         self._admission = Admission(config)
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
@@ -124,6 +125,7 @@ class DataPlane:
         self.unexpected = Unexpected()
         self._early: EarlyNotices[Event] = EarlyNotices()
         self._heard: set[int] = set()  # grants that somebody watches or has watched
+        self.stalls = StallWatch(config.stall_s, self._note_stalled)
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
     @property
@@ -135,6 +137,11 @@ class DataPlane:
     def choices(self) -> Mapping[tuple[str, str], Choice]:
         """Per engine id and pair of memories: which transport was chosen, and why better ones were passed over."""
         return self._reach.choices
+
+    @property
+    def connections_evicted(self) -> int:
+        """How many idle connections were given up because descriptors or `peers_max` were used up."""
+        return self._reach.idle.evicted
 
     # -- our memory -----------------------------------------------------------------------------------
 
@@ -252,6 +259,8 @@ class DataPlane:
         if not transfer.settled:
             transfer.arm(timeout, asyncio.get_running_loop())
             self._pin(transfer, parts)
+            self.stalls.begin(transfer, partial(self._progress, transfer))
+            transfer.on_settled(self.stalls.end)
         return transfer
 
     async def prepare(
@@ -268,6 +277,21 @@ class DataPlane:
         """Let go of an import that will not be used again, once nothing runs over it."""
         if not self._closed:
             self._reach.forget(descriptor)
+
+    def late(self) -> None:
+        """See `transfer.Canceller`."""
+        if not self._closed:
+            self.engine.note_late()
+
+    def _note_stalled(self, count: int) -> None:
+        if not self._closed:
+            self.engine.note_stalled(count)
+
+    def _progress(self, transfer: Transfer) -> int | None:
+        """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
+        if transfer.tokens:
+            return transfer.bytes_done + sum(self.engine.progress(token) for token in transfer.tokens)
+        return 0 if transfer in self._workers else None
 
     def cancel_token(self, token: int) -> None:
         """See `transfer.Canceller`."""
@@ -394,8 +418,12 @@ class DataPlane:
 
     def _unuse(self, ready: Import) -> None:
         ready.users -= 1
+        if ready.users:
+            return
         if ready.unwanted and not self._closed:
             self._reach.left(ready)
+        if self._reach.idle.crowded:
+            self._reach.idle.freed()
 
     def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part is over: its place in the window goes to whoever is next."""
@@ -528,6 +556,7 @@ class DataPlane:
         if self._closed:
             return
         self._closing = True
+        self.stalls.aclose()
         try:
             await self._tasks.aclose()
         finally:
@@ -540,6 +569,7 @@ class DataPlane:
         waiting = [*self._in_line.values(), *self._full]
         self._in_line.clear()
         self._full.clear()
+        self._reach.idle.stop()
         for work in waiting:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True

@@ -206,6 +206,12 @@ class TransferTimeout(TransferError, TimeoutError):
     retryable_default = True
 
 
+class Stalled(TransferTimeout):
+    """The deadline passed, and for the last while before it nothing had moved: the other side hangs or is cut off."""
+
+    code = "stalled"
+
+
 class TransferCancelled(TransferError):
     """The transfer was cancelled, by this side or by the peer (``fields['by']``)."""
 
@@ -224,16 +230,16 @@ class WrongKey(TransferError):
     code = "wrong_key"
 
 
-class StaleDescriptor(TransferError):
-    """The descriptor is of an earlier generation of the region."""
-
-    code = "stale_descriptor"
-
-
 class UnknownTransfer(TransferError):
     """The other side knows no such offer, ticket, name or grant."""
 
     code = "unknown_transfer"
+
+
+class StaleDescriptor(UnknownTransfer):
+    """The descriptor is of an earlier generation of the region, or of one that is gone: get a new one."""
+
+    code = "stale_descriptor"
 
 
 class LeaseExpired(TransferError):

@@ -116,7 +116,7 @@ def _claims(server: Server) -> Iterator[Sample | Distribution]:
         )
 
 
-def _pool(server: Server) -> Iterator[Sample]:
+def _pool(server: Server) -> Iterator[Sample | Distribution]:
     pool = server.pool
     for state, value in pool.states().items():
         text = "Known peers by the state of their circuit breaker."
@@ -127,6 +127,20 @@ def _pool(server: Server) -> Iterator[Sample]:
         ("pool_evicted", "Links that were closed to make room for another peer.", pool.evicted),
     ):
         yield Sample(name=f"kvxfer_{name}", help=text, value=value, counter=True)
+
+    yield Distribution(
+        name="kvxfer_connect_seconds",
+        help="Time from dialling a peer to the end of its handshake, of those that succeeded.",
+        bounds_s=BUCKETS_S,
+        counts=pool.connect_times.counts,
+        sum_s=pool.connect_times.sum_s,
+        labels={},
+    )
+    yield Sample(
+        name="kvxfer_peers_unreached",
+        help="Peers that this daemon shall stay connected to, and is not.",
+        value=len(pool.unreached()),
+    )
 
 
 def _landings(server: Server) -> Iterator[Sample]:

@@ -13,13 +13,15 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.addresses import Address, is_loopback
+from kvxfer.addresses import Address, is_loopback, is_numeric, parse_address
 from kvxfer.errors import ConfigError
 
 BACKLOG = 512
 LOCK_NAME = "kvxferd.lock"
+LISTENS = "0A"  # in /proc/net/tcp
 PROBE_S = 0.5  # a live daemon's socket accepts at once
 _peer_credentials = struct.Struct("3i")
 
@@ -149,12 +151,54 @@ def bound_address(listener: socket.socket) -> Address:
     return Address(str(name[0]), int(name[1]))
 
 
+def check_way_back(ours: Sequence[str], peer: Sequence[str]) -> None:
+    """Refuse to name only loopback addresses to a node on another host: it could never dial them. `ConfigError`."""
+    if not all(is_loopback(parse_address(text).host) for text in ours):
+        return
+    for text in peer:
+        there = parse_address(text)
+        if not is_numeric(there.host) or is_loopback(there.host) or _is_own(there):
+            continue
+        raise ConfigError(
+            f"this node is known as {', '.join(ours)}, which the peer {there} cannot reach",
+            key="listen",
+            hint="set listen (or advertise) to an address of this host that the peer can reach",
+        )
+
+
+def _is_own(address: Address) -> bool:
+    """One of this host's own addresses: it may be bound."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.bind((address.host.partition("%")[0], 0))
+        return True
+    return False
+
+
+def port_owner(port: int) -> int | None:
+    """The pid of a process that listens on a TCP port, if it can be seen: another user's cannot."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+            inodes |= {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENS and int(row[1][-4:], 16) == port}
+    if not inodes:
+        return None
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(link) in inodes for link in (process / "fd").iterdir()):
+                return int(process.name)
+    return None
+
+
 def bind_error(key: str, address: Address, failure: OSError) -> ConfigError:
     """One clear error for a listener that could not be bound, whichever listener it was."""
     port = address.port
     why = failure.strerror or str(failure)
     if failure.errno == errno.EADDRINUSE:
-        why, hint = "the port is in use", f"stop what listens on port {port}, or set {key} to another one (0 = any)"
+        owner = port_owner(port)
+        why = "the port is in use" + (f" by pid {owner}" if owner else "")
+        hint = f"stop what listens on port {port}, or set {key} to another one (0 = any)"
     elif failure.errno in (errno.EACCES, errno.EPERM):
         hint = f"ports below 1024 need privileges: set {key} to a higher one"
     elif is_loopback(address.host):

@@ -29,8 +29,14 @@ TOTALS = tuple(
 TRANSPORT_LABELS_MAX = 16
 GAUGES = (
     *("inflight", "regions", "grants", "imports", "peers", "threads", "registered_bytes", "quarantined_grants"),
-    *("device_bytes", "arena_bytes", "spilled_bytes"),
+    *("device_bytes", "arena_bytes", "spilled_bytes", "stalled"),
 )
+
+# Of the core, not of a transport.
+CORE_COUNTS: Mapping[str, str] = {
+    "spills": "Allocations for a full device that pinned host memory took (spill='dram').",
+    "late": "Operations that were done after their deadline: their transfers stay timed out.",
+}
 
 log = logging.getLogger("kvxfer.metrics")
 
@@ -44,7 +50,7 @@ class EngineCounters:
         self._sources: dict[object, Callable[[], Counters]] = {}
         self._last: dict[object, Counters] = {}
         self._base: Totals = {}
-        self._spills_base = 0
+        self._counts_base = dict.fromkeys(CORE_COUNTS, 0)
         self.unreadable = 0
 
     def add(self, key: object, read: Callable[[], Counters]) -> None:
@@ -67,7 +73,8 @@ class EngineCounters:
         last = self._last.pop(key, None)
         if last is not None:
             _accumulate(self._base, last)
-            self._spills_base += last.spills
+            for name in CORE_COUNTS:
+                self._counts_base[name] += getattr(last, name)
 
     def snapshot(self) -> tuple[Totals, dict[str, int]]:
         """(totals by transport and field, sums of gauges), over living engines and those that are gone."""
@@ -82,9 +89,9 @@ class EngineCounters:
                 gauges[name] += getattr(counters, name)
         return totals, gauges
 
-    def spills(self) -> int:
-        """How often memory for a device was taken from the host instead: as of the last `snapshot`, never less."""
-        return self._spills_base + sum(counters.spills for counters in self._last.values())
+    def core_count(self, name: str) -> int:
+        """One of `CORE_COUNTS` over all engines, living and gone: as of the last `snapshot`, never less."""
+        return self._counts_base[name] + sum(int(getattr(counters, name)) for counters in self._last.values())
 
     def read(self, key: object) -> Counters | None:
         """The newest snapshot of one engine; the last one when it cannot be read now."""
@@ -141,8 +148,8 @@ class _Collector(Collector):
         yield from _engine_totals(totals)
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"kvxfer_{name}", f"Engines of this node: {name.replace('_', ' ')}.", value)
-        text = "Allocations for a full device that pinned host memory took (spill='dram')."
-        yield CounterMetricFamily("kvxfer_spills", text, self._engines.spills())
+        for name, text in CORE_COUNTS.items():
+            yield CounterMetricFamily(f"kvxfer_{name}", text, self._engines.core_count(name))
         yield from _families(self._samples())
 
 

@@ -20,6 +20,7 @@ from kvxfer.errors import (
     LeaseExpired,
     PeerLost,
     ProtocolError,
+    Stalled,
     TransferCancelled,
     TransferTimeout,
     UnknownRegion,
@@ -75,6 +76,7 @@ class Landing:
         self._timer: asyncio.TimerHandle | None = None
         self._quiet: asyncio.Future[list[Any]] | None = None
         self._closed = False
+        self._stalled = False
         self.request_id = request_id
         self.committed = False
 
@@ -96,6 +98,7 @@ class Landing:
                 descriptors.append(region.lend("w", self._region_released))
                 self._grants.append((region, descriptors[-1].grant))
                 plane.watch(descriptors[-1].grant, self._on_data)
+            plane.stalls.begin(self, self._progress)
             body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
             self._posting = await self._client.control.post(
@@ -134,6 +137,30 @@ class Landing:
             if self._error is not None:
                 raise self._error
             await self._changed()
+
+    async def layer(self, index: int) -> None:
+        """Wait until layer ``index`` is here, whatever the others do. A layer that has arrived stays so: only waits for
+        those that have not raise the error of a landing that failed.
+        """
+        layers = self._cache.layout.geometry.layers
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < layers:
+            raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=layers - 1)
+        while index not in self._seen:
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    @property
+    def stalled(self) -> bool:
+        """True while a claimed landing has seen no layer for `stall_s`: the other side hangs, or is cut off."""
+        return self._stalled and not self._closed and not self.committed
+
+    def mark_stalled(self, stalled: bool) -> None:
+        """See `stall.Watched`."""
+        self._stalled = stalled
+
+    def _progress(self) -> int | None:
+        return len(self._seen) if self._claim else None
 
     async def wait_quiet(self, timeout: float) -> bool:
         """After the block was left: wait until no peer can write here; False when that takes longer than ``timeout``.
@@ -180,6 +207,7 @@ class Landing:
         elif self._error is None:
             self.committed = True
             self._stop_timer()
+            self._client.plane.stalls.end(self)
 
     def _on_posting(self, event: PostingEvent) -> None:
         if self._closed:
@@ -210,8 +238,9 @@ class Landing:
         self._timer = None
         self._client.plane.drain()
         if not self.committed:
+            kind = Stalled if self._stalled else TransferTimeout
             self._fail(
-                TransferTimeout(
+                kind(
                     f"the push of {self.request_id} did not commit within {self._timeout:g} s",
                     layers_arrived=len(self._seen),
                 )
@@ -235,6 +264,8 @@ class Landing:
             return
         span, self._span = self._span, None
         self._client.leave(self)
+        if not self._client.closed:
+            self._client.plane.stalls.end(self)
         self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
         revokes = [region.take_back(grant) for region, grant in self._grants]
         self._quiet = self._client.release_when_quiet(span, revokes)

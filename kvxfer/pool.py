@@ -29,6 +29,7 @@ from kvxfer.errors import (
     TransferTimeout,
 )
 from kvxfer.link import Link
+from kvxfer.tally import Durations
 from kvxfer.tasks import TaskOwner
 
 BREAKER_FAILURES = 3  # in a row, before the breaker opens
@@ -127,6 +128,7 @@ class Pool:
         self.evicted = 0
         self.connects = 0
         self.connect_failures = 0
+        self.connect_times = Durations()  # of the attempts that succeeded
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -142,6 +144,14 @@ class Pool:
         for peer in self._peers.values():
             counts[peer.breaker.state(now)] += 1
         return counts
+
+    def unreached(self) -> list[str]:
+        """Of the peers to stay connected to: those without a live link, and why."""
+        return sorted(
+            f"{peer.key}: {peer.last_error or 'connecting'}"
+            for peer in self._peers.values()
+            if peer.keep and not peer.live
+        )
 
     # -- using ---------------------------------------------------------------------------------------
 
@@ -220,6 +230,7 @@ class Pool:
 
     async def _attempt(self, peer: _Peer, result: asyncio.Future[Link]) -> None:
         self.connects += 1
+        began = self._clock()
         try:
             link = await self._dial_making_room(peer)
         except KvxferError as failure:
@@ -237,6 +248,7 @@ class Pool:
         if result.done():  # the pool was closed meanwhile
             link.start_close("not needed")
             return
+        self.connect_times.add(max(0.0, self._clock() - began))
         peer.breaker.succeeded()
         result.set_result(self._settle(peer, link))
 

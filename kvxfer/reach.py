@@ -19,9 +19,21 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvxfer.choice import Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
+from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import PeerError, PeerLost, PeerUnreachable, ProtocolError, TransportError, UnknownRegion, UsageError
-from kvxfer.native.engine import Engine, TransportInfo
+from kvxfer.errors import (
+    PeerError,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+    ResourceExhausted,
+    TooLarge,
+    TransportError,
+    UnknownRegion,
+    UsageError,
+)
+from kvxfer.idle import Idle
+from kvxfer.native.engine import Engine, Event, TransportInfo
 from kvxfer.native.facts import ChoiceKind, MemoryKind
 from kvxfer.native.status import error_for
 from kvxfer.tasks import TaskOwner, shared
@@ -38,7 +50,7 @@ T = TypeVar("T")
 log = logging.getLogger("kvxfer.reach")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Route:
     """A connection to one engine over one transport."""
 
@@ -48,6 +60,9 @@ class Route:
     peer: int
     imports: set[WayKey] = field(default_factory=set)
     down: bool = False
+    used: int = 0  # see `idle.py`
+    importing: int = 0
+    fresh: bool = True  # made for an import that has yet to begin
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +83,7 @@ class Import:
 class Reach:
     """The connections and imports of one engine. All methods belong to the loop's thread."""
 
-    def __init__(self, engine: Engine, tasks: TaskOwner, allowed: Sequence[str] | None) -> None:
+    def __init__(self, engine: Engine, tasks: TaskOwner, allowed: Sequence[str] | None, *, config: Config) -> None:
         self.engine = engine
         self._tasks = tasks
         self._allowed = None if allowed is None else frozenset(allowed)
@@ -82,9 +97,13 @@ class Reach:
         self._importing: dict[WayKey, asyncio.Task[Import]] = {}
         self._resolving: dict[NeedKey, asyncio.Task[Import]] = {}
         self._unwanted: set[ImportKey] = set()  # of those being resolved
+        self._wanted: dict[ImportKey, int] = {}  # how many callers wait for one of these
         self._unfit: OrderedDict[WayKey, PassedOver] = OrderedDict()  # found out by trying
         self._down_early: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
         self.choices: OrderedDict[tuple[str, str], Choice] = OrderedDict()
+        self.idle = Idle(
+            self._routes.values, self._busy, self._give_up, idle_s=config.peer_idle_s, wait_s=config.connect_s
+        )
 
     def ready(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
@@ -94,6 +113,8 @@ class Reach:
         found = self._chosen.get(need_key)
         if found is None and any((need_key[:-1], info.index) in self._imports for info in self._transports):
             found = self._at_once(need_key, Need(local, kind_there(descriptor), check, mapped), descriptor)
+        if found is not None:
+            self.idle.use(found.route)
         return found
 
     def _at_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import | None:
@@ -135,6 +156,7 @@ class Reach:
         if ready is not None:
             ready.unwanted = False
             self._imports.move_to_end(ready.key)
+            self.idle.use(ready.route)
             return ready
         self._unwanted.discard(_key_of(descriptor))
         pending = self._resolving.get(need_key)
@@ -145,7 +167,16 @@ class Reach:
             )
             self._resolving[need_key] = pending
             pending.add_done_callback(lambda done: _forget_task(self._resolving, need_key, done))
-        return await shared(pending)
+        key = need_key[:-1]
+        self._wanted[key] = self._wanted.get(key, 0) + 1
+        try:
+            return await shared(pending)
+        finally:  # the caller uses it before anybody else has a turn
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+            if self.idle.crowded:
+                asyncio.get_running_loop().call_soon(self.idle.freed)
 
     async def _resolve_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import:
         key = _key_of(descriptor)
@@ -172,7 +203,7 @@ class Reach:
         return next((found for found in ways if found is not None and not found.unwanted), None)
 
     async def _try_transports(self, key: ImportKey, need: Need, descriptor: RemoteDescriptor) -> Import:
-        passed = self._missing(descriptor)
+        passed, exhausted = self._missing(descriptor), None
         for info, verdict in self._judged(key, need, descriptor):
             if verdict is not None:
                 passed.append(verdict)
@@ -183,10 +214,13 @@ class Reach:
                 except (PeerError, ProtocolError, TransportError) as error:
                     kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
                     passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
+                    exhausted = error if isinstance(error, ResourceExhausted) else exhausted
                     continue
                 self._remember(need, found, passed)
                 return found
         self._count(passed)
+        if exhausted is not None:  # this process's trouble, not the peer's
+            raise exhausted
         raise PeerUnreachable(
             f"no transport reaches the owner of this descriptor, {need.pair}"
             + "".join(f"; {one.text}" for one in passed),
@@ -234,6 +268,38 @@ class Reach:
         self.drop(found)
 
     async def _by_route(self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor) -> Import:
+        """Connect (if need be) and import; at the limit of descriptors or peers, idle connections are given up for it,
+        one at a time.
+        """
+        again = False
+        if self.idle.crowded and (descriptor.engine_id, info.index, endpoint) not in self._routes:
+            again = await self.idle.make_room()
+        while True:
+            try:
+                return await self._by_some_route(key, info, endpoint, descriptor)
+            except ResourceExhausted:
+                if not await self.idle.make_room(again=again):
+                    raise
+            again = True
+
+    def _busy(self, route: Route) -> bool:
+        """Somebody transfers, looks at mapped memory, or imports over it."""
+        if route.fresh or route.importing:
+            return True
+        return any(self._imports[key].users or key[0] in self._wanted for key in route.imports)
+
+    def _give_up(self, route: Route) -> asyncio.Future[Event]:
+        """An idle connection goes; whoever wants it again connects anew. Owners see us leave, not vanish."""
+        for key in tuple(route.imports):
+            self.drop(self._imports[key])
+        route.down = True
+        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        self._routes_by_peer.pop(route.peer, None)
+        return self.engine.close_peer(route.peer)
+
+    async def _by_some_route(
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+    ) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead."""
         old = self._routes.get((descriptor.engine_id, info.index, endpoint))
         if old is not None:
@@ -281,6 +347,10 @@ class Reach:
         engine_id, _, endpoint = key
         try:
             peer, completion = self.engine.connect(info.index, endpoint)
+        except TooLarge as full:
+            hint = "raise peers_max, or wait until a transfer has ended"
+            why = "every connection of this engine is in use"
+            raise ResourceExhausted(why, peer=endpoint, transport=info.name, retryable=True, hint=hint) from full
         except (UsageError, ValueError) as wrong:
             # What is wrong with it came from the owner of the descriptor, not from our caller.
             raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
@@ -294,9 +364,20 @@ class Reach:
         route = Route(engine_id, info, endpoint, peer)
         self._routes[key] = route
         self._routes_by_peer[peer] = route
+        self.idle.begun(route)
         return route
 
     async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+        route.importing += 1
+        route.fresh = False
+        try:
+            return await self._import_once(key, route, descriptor)
+        finally:
+            route.importing -= 1
+            self.idle.freed()
+
+    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+        self.idle.use(route)
         try:
             handle, completion = self.engine.import_(
                 route.peer,
@@ -360,6 +441,7 @@ class Reach:
                 self._down_early.popitem(last=False)
             return
         route.down = True
+        self.idle.freed()
         self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
         for key in tuple(route.imports):
             found = self._imports.get(key)

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kvxfer.errors import KvxferError, RegistrationError, TransportError, UsageError
+from kvxfer.native.status import Status
 from kvxfer.region import Region
 
 SOURCES_MAX = 65536
+# What the kernel would have said, where the engine knew it by a code of its own.
+_ERRNO = {Status.NOMEM: "ENOMEM", Status.FDS: "EMFILE", Status.MEMLOCK: "ENOMEM", Status.SHM_SPACE: "ENOSPC"}
 
 
 async def register_all(
@@ -51,5 +54,6 @@ def _named(error: KvxferError, sources: Sequence[Any], index: int) -> KvxferErro
         "of": len(sources),
         "bytes": error.fields.get("length", size if isinstance(size, int) else None),
     }
+    found.fields.setdefault("errno", _ERRNO.get(error.status or 0))
     found.hint = found.hint or "what was registered before it was given back; `kvxfer doctor` shows this node's limits"
     return found

@@ -43,7 +43,7 @@ from kvxfer.identity import package_version, stable_node_id
 from kvxfer.landing import LandingPool
 from kvxfer.leftovers import remove_dead_directories, remove_leftovers
 from kvxfer.link import Link, LinkFacts
-from kvxfer.listeners import UnixListener, bound_address, listen_tcp
+from kvxfer.listeners import UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_code
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
@@ -105,6 +105,7 @@ class Server:
         self._accelerator: dict[str, object] = {}
         self.ready = False
         self.draining = False
+        self.waits_for_peers = False  # until every peer of `preconnect` was reached once
         self._sweeping = False
         self._linked: list[Acceptor | Pool] = []
 
@@ -310,9 +311,13 @@ class Server:
     # -- links -----------------------------------------------------------------------------------------------
 
     def preconnect(self, addresses: Sequence[str]) -> None:
-        """Connect to a node now and stay connected, so that the first transfer does not wait for it."""
+        """Connect to a node now and stay connected, so that the first transfer does not wait for it.
+
+        Raises `ConfigError` when that node could never reach this one.
+        """
         if not self.ready:
             raise ClosedError("the daemon is not running")
+        check_way_back(self.addresses, addresses)
         self.pool.preconnect(addresses)
 
     async def _dial(self, addresses: Sequence[str], node_id: str) -> Link:
@@ -406,6 +411,11 @@ class Server:
         return Response(body=b"ok\n")
 
     def _readyz(self) -> Response:
+        if self.ready and self.waits_for_peers:
+            unreached = self.pool.unreached()
+            if unreached:
+                return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
+            self.waits_for_peers = False
         if self.ready:
             return Response(body=b"ready\n")
         return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")

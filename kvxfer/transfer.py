@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
-from kvxfer.errors import KvxferError, TransferCancelled, TransferTimeout
+from kvxfer.errors import KvxferError, Stalled, TransferCancelled, TransferTimeout
 
 RUNNING, DONE, FAILED, CANCELLED, TIMED_OUT = "running", "done", "failed", "cancelled", "timed_out"
 
@@ -25,6 +25,8 @@ class Canceller(Protocol):
     def cancel_waiting(self, transfer: Transfer) -> None: ...
 
     def drain(self) -> None: ...
+
+    def late(self) -> None: ...
 
 
 class Transfer:
@@ -42,6 +44,7 @@ class Transfer:
         "_on_settled",
         "_parts_left",
         "_settled",
+        "_stalled",
         "_timer",
         "_tokens",
         "_waiters",
@@ -60,6 +63,7 @@ class Transfer:
         self._on_settled: list[Callable[[Transfer], None]] = []
         self._settled: asyncio.Future[None] | None = None
         self._parts_left = parts
+        self._stalled = False
         self._timer: asyncio.TimerHandle | None = None
         self._tokens: set[int] = set()
         self._waiters: list[asyncio.Future[None]] = []  # one for each await in progress
@@ -80,6 +84,11 @@ class Transfer:
     def settled(self) -> bool:
         """True once no byte of this transfer can move any more."""
         return self._parts_left == 0
+
+    @property
+    def stalled(self) -> bool:
+        """True while it runs and nothing of it has moved for `stall_s`: the other side hangs, or is cut off."""
+        return self._stalled and self.state == RUNNING
 
     @property
     def error(self) -> KvxferError | None:
@@ -141,6 +150,15 @@ class Transfer:
         if self.state == RUNNING:
             self._timer = loop.call_later(timeout, self._deadline_fired, timeout)
 
+    def mark_stalled(self, stalled: bool) -> None:
+        """See `stall.Watched`."""
+        self._stalled = stalled
+
+    @property
+    def tokens(self) -> frozenset[int]:
+        """The parts that are in the engine's hands."""
+        return frozenset(self._tokens)
+
     def add_token(self, token: int) -> None:
         """A part is in the engine's hands."""
         self._tokens.add(token)
@@ -157,6 +175,8 @@ class Transfer:
         self.token_ended(token)
         self._parts_left -= 1
         self.bytes_done += moved_bytes
+        if self.state == TIMED_OUT and error is None and token is not None:
+            self._canceller.late()  # it stays what it is
         if error is not None and self.state == RUNNING:
             self._fail(self._cancelling if self._cancelling is not None else error)
         if self._parts_left == 0:
@@ -190,8 +210,9 @@ class Transfer:
         self._canceller.drain()
         self._timer = None
         if self.state == RUNNING:
+            kind = Stalled if self._stalled else TransferTimeout
             self._fail(
-                TransferTimeout(
+                kind(
                     f"no completion within {timeout:g} s",
                     op_id=self.op_id,
                     peer=self.peer,

@@ -71,7 +71,7 @@ def test_totals_sum_over_engines_and_survive_their_end() -> None:
     assert (totals["shm"]["put_bytes"], totals["tcp"]["get_bytes"], gauges["regions"]) == (11, 5, 1)
     engines.remove("a")
     assert engines.snapshot()[0] == totals
-    assert engines.spills() == 4
+    assert engines.core_count("spills") == 4
 
 
 def test_last_numbers_are_read_when_an_engine_leaves() -> None:

@@ -43,7 +43,7 @@ LAYERS = (
         name="asyncio",
         modules=(
             *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
-            "secure",
+            *("secure", "stall"),
             *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",
@@ -51,6 +51,7 @@ LAYERS = (
                 "region",
                 "transfer",
                 "choice",
+                "idle",
                 "reach",
                 "dataplane",
                 "control",
@@ -74,7 +75,7 @@ LAYERS = (
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
     Layer(name="testing", modules=("testing", "testing.*")),
 )
-SHIM_IMPORTERS = {"kvxfer.native.engine", "kvxfer.native.status", "kvxfer.native.ascend"}
+SHIM_IMPORTERS = {f"kvxfer.native.{name}" for name in ("engine", "notes", "status", "ascend")}
 # Who may start a task outside a TaskGroup. Besides the one owner: calls whose work is shielded, so that it outlives a
 # cancelled caller, ends by its own deadline and is then cleaned up by a callback.
 TASK_OWNERS = {
@@ -84,7 +85,7 @@ TASK_OWNERS = {
 
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
-    *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py"),
+    *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py", "test_ascend_flows.py"),
     *(
         "adversity/",
         "cases/",

@@ -17,6 +17,7 @@ class Recorder:
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.on_drain = lambda: None
+        self.late_ones = 0
 
     def cancel_token(self, token: int) -> None:
         self.cancelled.append(token)
@@ -26,6 +27,9 @@ class Recorder:
 
     def drain(self) -> None:
         self.on_drain()
+
+    def late(self) -> None:
+        self.late_ones += 1
 
 
 def begin(parts: int = 1) -> tuple[Transfer, Recorder]:
@@ -69,6 +73,7 @@ async def test_a_deadline_decides_at_once_and_settles_later() -> None:
     transfer.part_ended(10, 99, None)  # a late completion changes nothing that was told
     assert transfer.state == "timed_out"
     assert transfer.settled
+    assert recorder.late_ones == 1
 
 
 async def test_what_arrived_before_the_deadline_counts_even_when_looked_at_late() -> None:

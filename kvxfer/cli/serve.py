@@ -35,6 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="connect to this node at the start and stay connected; candidate addresses of one node are separated by "
         "commas; may be repeated",
     )
+    parser.add_argument(
+        "--wait-for-peers",
+        action="store_true",
+        help="/readyz says 503, and who is missing, until every --peer was reached once",
+    )
     parser.add_argument("--json", action="store_true", help="print the line that says what was bound as JSON")
     add_config_flags(parser)
 
@@ -47,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         log.warning("%s", warning)
     raise_descriptor_limit()
     peers = [peer.split(",") for peer in args.peer]
-    uvloop.run(serve(loaded.config, peers=peers, as_json=args.json))
+    work = serve(loaded.config, peers=peers, as_json=args.json, wait_for_peers=args.wait_for_peers)
+    uvloop.run(work)
     return 0
 
 
@@ -58,7 +64,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def serve(config: Config, *, peers: list[list[str]], as_json: bool) -> None:
+async def serve(config: Config, *, peers: list[list[str]], as_json: bool, wait_for_peers: bool = False) -> None:
     """Run a daemon until a signal; the second signal ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -73,6 +79,7 @@ async def serve(config: Config, *, peers: list[list[str]], as_json: bool) -> Non
         loop.add_signal_handler(number, on_signal, number)
     async with Server(config) as server:
         loop.add_signal_handler(signal.SIGHUP, server.reload_credentials)
+        server.waits_for_peers = wait_for_peers
         for peer in peers:
             server.preconnect(peer)
         print(announcement(server, as_json=as_json), flush=True)

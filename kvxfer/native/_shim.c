@@ -599,12 +599,12 @@ static void *_cffi_types[] = {
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
 /* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // char const *
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 366), // kvx_ascend_option const *
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char const *
+/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_ascend_option const *
 /* 16 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 17 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // void * *
 /* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 326), // char *
+/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char *
 /* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
 /* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
@@ -639,7 +639,7 @@ static void *_cffi_types[] = {
 /* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // void *
+/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void *
 /* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
@@ -666,7 +666,7 @@ static void *_cffi_types[] = {
 /* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
 /* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 363), // kvx_ascend_copy const *
+/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 372), // kvx_ascend_copy const *
 /* 82 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
@@ -686,35 +686,35 @@ static void *_cffi_types[] = {
 /* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
 /* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // void const *
+/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void const *
 /* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
-/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 370), // kvx_engine *
+/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine *
 /* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 369), // kvx_device_info *
-/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_mem_why *
+/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 378), // kvx_device_info *
+/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_mem_why *
 /* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
 /* 112 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 360), // kvx_alloc_args const *
-/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 376), // kvx_region_info *
+/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 369), // kvx_alloc_args const *
+/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_region_info *
 /* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
 /* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
 /* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 377), // kvx_register_args const *
+/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_register_args const *
 /* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 114),
 /* 121 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
 /* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 123 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
 /* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_submit_args const *
-/* 126 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_segment const *
+/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_submit_args const *
+/* 126 */ _CFFI_OP(_CFFI_OP_POINTER, 388), // kvx_segment const *
 /* 127 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
 /* 128 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
-/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 372), // kvx_event *
+/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_event *
 /* 130 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
 /* 132 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
@@ -732,249 +732,258 @@ static void *_cffi_types[] = {
 /* 144 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
 /* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 147 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_transport_info *
+/* 147 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_transport_info *
 /* 148 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 149 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
 /* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 151 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 152 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
 /* 155 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 157 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 159 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 160 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 161 */ _CFFI_OP(_CFFI_OP_POINTER, 374), // kvx_import_info *
+/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 160 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 162 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
 /* 164 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 165 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 166 */ _CFFI_OP(_CFFI_OP_POINTER, 378), // kvx_remote const *
-/* 167 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 168 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 170 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 171 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 172 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 173 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 166 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_import_info *
+/* 167 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 169 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 170 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 171 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_remote const *
+/* 172 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 173 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
 /* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
 /* 176 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 177 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 178 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 179 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 181 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 182 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 181 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 182 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
 /* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
 /* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 188 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 189 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 190 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 191 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 192 */ _CFFI_OP(_CFFI_OP_POINTER, 373), // kvx_grant_info *
-/* 193 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 194 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
-/* 195 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 196 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 197 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 199 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 200 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 201 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 202 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 203 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 204 */ _CFFI_OP(_CFFI_OP_POINTER, 370), // kvx_engine const *
-/* 205 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 206 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 207 */ _CFFI_OP(_CFFI_OP_POINTER, 371), // kvx_engine_config const *
-/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
-/* 209 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 210 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 212 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
-/* 213 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_space *
-/* 214 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 215 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
-/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 213),
-/* 218 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 189 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 190 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 192 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 193 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 196 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 197 */ _CFFI_OP(_CFFI_OP_POINTER, 382), // kvx_grant_info *
+/* 198 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 199 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
+/* 200 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 201 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 204 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 206 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 207 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 208 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 209 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine const *
+/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 212 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_engine_config const *
+/* 213 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
+/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 215 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 217 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
+/* 218 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space *
 /* 219 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 220 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 222 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
-/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 224 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 225 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 226 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 227 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 228 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 229 */ _CFFI_OP(_CFFI_OP_POINTER, 365), // kvx_ascend_op const *
-/* 230 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 233 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 234 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
-/* 235 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 237 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 238 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
-/* 241 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 243 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
-/* 245 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
+/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
+/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 224 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 226 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 228 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 230 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 233 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 234 */ _CFFI_OP(_CFFI_OP_POINTER, 374), // kvx_ascend_op const *
+/* 235 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 237 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 240 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 241 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 242 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
 /* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
 /* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 248 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
 /* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
 /* 251 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 252 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 253 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 254 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 255 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 256 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 257 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 259 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
-/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 261 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 262 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 264 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 265 */ _CFFI_OP(_CFFI_OP_FUNCTION, 359), // int64_t()(kvx_engine *, uint64_t)
-/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 267 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 268 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION, 361), // kvx_ascend_api const *()(char *, size_t)
-/* 270 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 271 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 272 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION, 367), // kvx_counters const *()(kvx_engine const *)
-/* 274 */ _CFFI_OP(_CFFI_OP_NOOP, 204),
-/* 275 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 276 */ _CFFI_OP(_CFFI_OP_FUNCTION, 213), // kvx_space *()(uint64_t)
-/* 277 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 278 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 279 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 280 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 281 */ _CFFI_OP(_CFFI_OP_NOOP, 129),
-/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 254 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 255 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 256 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 257 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
+/* 259 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 261 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 262 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 264 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
+/* 265 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 267 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 268 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION, 368), // int64_t()(kvx_engine *, uint64_t)
+/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 272 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 274 */ _CFFI_OP(_CFFI_OP_FUNCTION, 370), // kvx_ascend_api const *()(char *, size_t)
+/* 275 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 276 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 277 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 278 */ _CFFI_OP(_CFFI_OP_FUNCTION, 376), // kvx_counters const *()(kvx_engine const *)
+/* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 209),
+/* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 218), // kvx_space *()(uint64_t)
+/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 283 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
 /* 285 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 286 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 129),
 /* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 290 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 291 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 292 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 291 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 292 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 293 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(kvx_engine *)
-/* 295 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 296 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 297 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(kvx_space *)
-/* 298 */ _CFFI_OP(_CFFI_OP_NOOP, 213),
-/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 300 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
-/* 301 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_space const *
-/* 302 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 303 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 304 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 295 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 297 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 298 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION, 47), // uint64_t()(kvx_engine *, uint64_t)
+/* 300 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 301 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 302 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 303 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_engine *)
+/* 304 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
 /* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 306 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(uint64_t)
-/* 307 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 306 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space *)
+/* 307 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
 /* 308 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(uint64_t, uint64_t)
-/* 310 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 311 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 312 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 313 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 314 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // uint8_t const *
-/* 315 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 310 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space const *
+/* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 312 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 313 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 315 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t)
 /* 316 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 317 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // uint8_t *
-/* 318 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 319 */ _CFFI_OP(_CFFI_OP_FUNCTION, 389), // void()(void *, void const *, uint64_t, uint64_t)
-/* 320 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 321 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 322 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 323 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 324 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 325 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
-/* 326 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 327 */ _CFFI_OP(_CFFI_OP_ARRAY, 326), // char[256]
-/* 328 */ (_cffi_opcode_t)(256),
-/* 329 */ _CFFI_OP(_CFFI_OP_ARRAY, 326), // char[32]
-/* 330 */ (_cffi_opcode_t)(32),
-/* 331 */ _CFFI_OP(_CFFI_OP_ARRAY, 326), // char[64]
-/* 332 */ (_cffi_opcode_t)(64),
-/* 333 */ _CFFI_OP(_CFFI_OP_ARRAY, 329), // char[8][32]
-/* 334 */ (_cffi_opcode_t)(8),
-/* 335 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
-/* 336 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
-/* 338 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 339 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 340 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 341 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 342 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 343 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
-/* 344 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
-/* 346 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 347 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 348 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
-/* 349 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 225), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 352 */ _CFFI_OP(_CFFI_OP_POINTER, 234), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 353 */ _CFFI_OP(_CFFI_OP_POINTER, 240), // int(*)(void *, uint32_t *)
-/* 354 */ _CFFI_OP(_CFFI_OP_POINTER, 244), // int(*)(void *, void *, uint32_t *)
-/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 249), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 257), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 357 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
-/* 358 */ (_cffi_opcode_t)(3),
-/* 359 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 360 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 362), // kvx_ascend_api const *
-/* 362 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 363 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 364 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 365 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 366 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 368), // kvx_counters const *
-/* 368 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 369 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
-/* 370 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
-/* 371 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
-/* 372 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
-/* 373 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
-/* 374 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
-/* 375 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
-/* 376 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
-/* 377 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
-/* 378 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
-/* 379 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
-/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
-/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
-/* 382 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
-/* 383 */ _CFFI_OP(_CFFI_OP_ARRAY, 382), // kvx_transport_counters[8]
-/* 384 */ (_cffi_opcode_t)(8),
-/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
-/* 386 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 387 */ _CFFI_OP(_CFFI_OP_ARRAY, 386), // uint8_t[16]
-/* 388 */ (_cffi_opcode_t)(16),
-/* 389 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 318 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t, uint64_t)
+/* 319 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 320 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 321 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 322 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 323 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t const *
+/* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 325 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 326 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t *
+/* 327 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(void *, void const *, uint64_t, uint64_t)
+/* 329 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 330 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 331 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 332 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 334 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 335 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 336 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[256]
+/* 337 */ (_cffi_opcode_t)(256),
+/* 338 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[32]
+/* 339 */ (_cffi_opcode_t)(32),
+/* 340 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[64]
+/* 341 */ (_cffi_opcode_t)(64),
+/* 342 */ _CFFI_OP(_CFFI_OP_ARRAY, 338), // char[8][32]
+/* 343 */ (_cffi_opcode_t)(8),
+/* 344 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
+/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 346 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
+/* 347 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 348 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 349 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 352 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
+/* 353 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 354 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
+/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
+/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 230), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 239), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 245), // int(*)(void *, uint32_t *)
+/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 249), // int(*)(void *, void *, uint32_t *)
+/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 254), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 262), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 366 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
+/* 367 */ (_cffi_opcode_t)(3),
+/* 368 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 369 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 371), // kvx_ascend_api const *
+/* 371 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 372 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 373 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 374 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 375 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 377), // kvx_counters const *
+/* 377 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 378 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
+/* 379 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
+/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
+/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
+/* 382 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
+/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
+/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
+/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
+/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
+/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
+/* 388 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
+/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
+/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
+/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
+/* 392 */ _CFFI_OP(_CFFI_OP_ARRAY, 391), // kvx_transport_counters[8]
+/* 393 */ (_cffi_opcode_t)(8),
+/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
+/* 395 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 396 */ _CFFI_OP(_CFFI_OP_ARRAY, 395), // uint8_t[16]
+/* 397 */ (_cffi_opcode_t)(16),
+/* 398 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -1038,7 +1047,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(361));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(370));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1446,10 +1455,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(204), arg0, (char **)&x0);
+      _cffi_type(209), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(204), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1461,7 +1470,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(367));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(376));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1543,10 +1552,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(204), arg0, (char **)&x0);
+      _cffi_type(209), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(204), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1591,19 +1600,19 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(207), arg0, (char **)&x0);
+      _cffi_type(212), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(207), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(212), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(208), arg1, (char **)&x1);
+      _cffi_type(213), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(208), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(213), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1828,10 +1837,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(192), arg5, (char **)&x5);
+      _cffi_type(197), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(192), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(197), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1946,10 +1955,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(161), arg2, (char **)&x2);
+      _cffi_type(166), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(161), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(166), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2094,10 +2103,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(314), arg0, (char **)&x0);
+      _cffi_type(323), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(314), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(323), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2116,10 +2125,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(317), arg3, (char **)&x3);
+      _cffi_type(326), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(317), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(326), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2342,10 +2351,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(166), arg2, (char **)&x2);
+      _cffi_type(171), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(166), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(171), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2648,6 +2657,60 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_mem_viewed _cffi_d_kvx_mem_viewed
 #endif
 
+static int _cffi_d_kvx_note(kvx_engine * x0, uint32_t x1, uint64_t x2)
+{
+  return kvx_note(x0, x1, x2);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_note(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint32_t x1;
+  uint64_t x2;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+
+  if (!PyArg_UnpackTuple(args, "kvx_note", 3, 3, &arg0, &arg1, &arg2))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(106), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint32_t);
+  if (x1 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint64_t);
+  if (x2 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_note(x0, x1, x2); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_note _cffi_d_kvx_note
+#endif
+
 static int _cffi_d_kvx_peer_close(kvx_engine * x0, uint64_t x1, uint64_t * x2)
 {
   return kvx_peer_close(x0, x1, x2);
@@ -2788,6 +2851,54 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_peer_connect _cffi_d_kvx_peer_connect
 #endif
 
+static uint64_t _cffi_d_kvx_progress(kvx_engine * x0, uint64_t x1)
+{
+  return kvx_progress(x0, x1);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_progress(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint64_t x1;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  uint64_t result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+
+  if (!PyArg_UnpackTuple(args, "kvx_progress", 2, 2, &arg0, &arg1))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(106), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_progress(x0, x1); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, uint64_t);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_progress _cffi_d_kvx_progress
+#endif
+
 static void _cffi_d_kvx_space_close(kvx_space * x0)
 {
   kvx_space_close(x0);
@@ -2801,10 +2912,10 @@ _cffi_f_kvx_space_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(213), arg0, (char **)&x0);
+      _cffi_type(218), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(213), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2845,10 +2956,10 @@ _cffi_f_kvx_space_give(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(213), arg0, (char **)&x0);
+      _cffi_type(218), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(213), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2895,7 +3006,7 @@ _cffi_f_kvx_space_open(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(213));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(218));
   return pyresult;
 }
 #else
@@ -2925,10 +3036,10 @@ _cffi_f_kvx_space_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(301), arg0, (char **)&x0);
+      _cffi_type(310), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(301), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(310), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3000,10 +3111,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(213), arg0, (char **)&x0);
+      _cffi_type(218), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(213), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3719,6 +3830,24 @@ static int _cffi_const_KVX_NAME_MAX(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_NOTE_LATE(unsigned long long *o)
+{
+  int n = (KVX_NOTE_LATE) <= 0;
+  *o = (unsigned long long)((KVX_NOTE_LATE) | 0);  /* check that KVX_NOTE_LATE is an integer */
+  if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_NOTE_STALLED(unsigned long long *o)
+{
+  int n = (KVX_NOTE_STALLED) <= 0;
+  *o = (unsigned long long)((KVX_NOTE_STALLED) | 0);  /* check that KVX_NOTE_STALLED is an integer */
+  if (!_cffi_check_int(*o, n, 0))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_OP_CHECK(unsigned long long *o)
 {
   int n = (KVX_OP_CHECK) <= 0;
@@ -3968,6 +4097,8 @@ static void _cffi_checkfld__kvx_counters(kvx_counters *p)
   (void)((p->arena_bytes) | 0);  /* check that 'kvx_counters.arena_bytes' is an integer */
   (void)((p->spilled_bytes) | 0);  /* check that 'kvx_counters.spilled_bytes' is an integer */
   (void)((p->spills) | 0);  /* check that 'kvx_counters.spills' is an integer */
+  (void)((p->stalled) | 0);  /* check that 'kvx_counters.stalled' is an integer */
+  (void)((p->late) | 0);  /* check that 'kvx_counters.late' is an integer */
   { char(*tmp)[8][32] = &p->names; (void)tmp; }
   { kvx_transport_counters(*tmp)[8] = &p->row; (void)tmp; }
 }
@@ -4262,6 +4393,8 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_MEM_HBM", (void *)_cffi_const_KVX_MEM_HBM, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_MEM_PINNED", (void *)_cffi_const_KVX_MEM_PINNED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_NAME_MAX", (void *)_cffi_const_KVX_NAME_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_NOTE_LATE", (void *)_cffi_const_KVX_NOTE_LATE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_NOTE_STALLED", (void *)_cffi_const_KVX_NOTE_STALLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_OP_CHECK", (void *)_cffi_const_KVX_OP_CHECK, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_OP_GET", (void *)_cffi_const_KVX_OP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_OP_NOTIFY", (void *)_cffi_const_KVX_OP_NOTIFY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4276,43 +4409,45 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_SPACE_GRAIN", (void *)_cffi_const_KVX_SPACE_GRAIN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 269), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 274), (void *)_cffi_d_kvx_ascend_get },
   { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
-  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 222), (void *)_cffi_d_kvx_ascend_status },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 154), (void *)_cffi_d_kvx_cancel },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 227), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_cancel },
   { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 149), (void *)_cffi_d_kvx_choice_count },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 319), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 289), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 328), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 294), (void *)_cffi_d_kvx_crc32c },
   { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_device_query },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 294), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 273), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 279), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 203), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 206), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 284), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 294), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 265), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 181), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 158), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 154), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 313), (void *)_cffi_d_kvx_mac },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 278), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 284), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 208), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 211), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 289), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 270), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 191), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 163), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 175), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 322), (void *)_cffi_d_kvx_mac },
   { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 194), (void *)_cffi_d_kvx_mem_copy },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 163), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 199), (void *)_cffi_d_kvx_mem_copy },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 168), (void *)_cffi_d_kvx_mem_import },
   { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 181), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 309), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 306), (void *)_cffi_d_kvx_mem_unview },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 175), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 181), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 318), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 315), (void *)_cffi_d_kvx_mem_unview },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 180), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 154), (void *)_cffi_d_kvx_note },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_peer_close },
   { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_peer_connect },
-  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 297), (void *)_cffi_d_kvx_space_close },
-  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 212), (void *)_cffi_d_kvx_space_give },
-  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 276), (void *)_cffi_d_kvx_space_open },
-  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 300), (void *)_cffi_d_kvx_space_query },
-  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 216), (void *)_cffi_d_kvx_space_take },
+  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 299), (void *)_cffi_d_kvx_progress },
+  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 306), (void *)_cffi_d_kvx_space_close },
+  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 217), (void *)_cffi_d_kvx_space_give },
+  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 281), (void *)_cffi_d_kvx_space_open },
+  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 309), (void *)_cffi_d_kvx_space_query },
+  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 221), (void *)_cffi_d_kvx_space_take },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
   { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 123), (void *)_cffi_d_kvx_submit },
   { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 144), (void *)_cffi_d_kvx_transport_query },
@@ -4343,91 +4478,91 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 364) },
+             _CFFI_OP(_CFFI_OP_NOOP, 373) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 343) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 352) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 344) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 353) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 343) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 352) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 339) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 348) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 340) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 341) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 350) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 342) },
+                _CFFI_OP(_CFFI_OP_NOOP, 351) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 356) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 365) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 350) },
+            _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 345) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 354) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 346) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 355) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 356) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 357) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 349) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 358) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 338) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 337) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 346) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 345) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 353) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 362) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 355) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 354) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 363) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 352) },
+               _CFFI_OP(_CFFI_OP_NOOP, 361) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 352) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 361) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 351) },
+              _CFFI_OP(_CFFI_OP_NOOP, 360) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 354) },
+            _CFFI_OP(_CFFI_OP_NOOP, 363) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
-                  _CFFI_OP(_CFFI_OP_NOOP, 325) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 334) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 339) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 348) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 335) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 344) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
               _CFFI_OP(_CFFI_OP_NOOP, 54) },
@@ -4448,25 +4583,25 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
-           _CFFI_OP(_CFFI_OP_NOOP, 327) },
+           _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "toolkit", offsetof(kvx_ascend_facts, toolkit),
                sizeof(((kvx_ascend_facts *)0)->toolkit),
-               _CFFI_OP(_CFFI_OP_NOOP, 329) },
+               _CFFI_OP(_CFFI_OP_NOOP, 338) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 331) },
+                _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
-                _CFFI_OP(_CFFI_OP_NOOP, 327) },
+                _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "meta_path", offsetof(kvx_ascend_facts, meta_path),
                  sizeof(((kvx_ascend_facts *)0)->meta_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 327) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
                  sizeof(((kvx_ascend_facts *)0)->hixl_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 327) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "local", offsetof(kvx_ascend_op, local),
              sizeof(((kvx_ascend_op *)0)->local),
              _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4530,12 +4665,18 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "spills", offsetof(kvx_counters, spills),
               sizeof(((kvx_counters *)0)->spills),
               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "stalled", offsetof(kvx_counters, stalled),
+               sizeof(((kvx_counters *)0)->stalled),
+               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "late", offsetof(kvx_counters, late),
+            sizeof(((kvx_counters *)0)->late),
+            _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 333) },
+             _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 383) },
+           _CFFI_OP(_CFFI_OP_NOOP, 392) },
   { "free_bytes", offsetof(kvx_device_info, free_bytes),
                   sizeof(((kvx_device_info *)0)->free_bytes),
                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4661,7 +4802,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 387) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 396) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4703,7 +4844,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 387) },
+           _CFFI_OP(_CFFI_OP_NOOP, 396) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4742,7 +4883,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
-            _CFFI_OP(_CFFI_OP_NOOP, 327) },
+            _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4799,7 +4940,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 387) },
+           _CFFI_OP(_CFFI_OP_NOOP, 396) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
@@ -4913,10 +5054,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 329) },
+            _CFFI_OP(_CFFI_OP_NOOP, 338) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 327) },
+                _CFFI_OP(_CFFI_OP_NOOP, 336) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4941,50 +5082,50 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 360, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 369, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 362, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_api", 371, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 31 },
-  { "kvx_ascend_copy", 363, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_copy", 372, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 36, 3 },
-  { "kvx_ascend_facts", 364, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_facts", 373, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 39, 10 },
-  { "kvx_ascend_op", 365, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_op", 374, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 49, 3 },
-  { "kvx_ascend_option", 366, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_option", 375, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 52, 2 },
-  { "kvx_counters", 368, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 18 },
-  { "kvx_device_info", 369, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 72, 8 },
-  { "kvx_engine", 370, _CFFI_F_OPAQUE,
+  { "kvx_counters", 377, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 20 },
+  { "kvx_device_info", 378, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 74, 8 },
+  { "kvx_engine", 379, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 371, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 80, 34 },
-  { "kvx_event", 372, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 114, 9 },
-  { "kvx_grant_info", 373, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 123, 5 },
-  { "kvx_import_info", 374, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 128, 4 },
-  { "kvx_mem_why", 375, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 132, 9 },
-  { "kvx_region_info", 376, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 141, 9 },
-  { "kvx_register_args", 377, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 150, 5 },
-  { "kvx_remote", 378, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 155, 5 },
-  { "kvx_segment", 379, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 160, 3 },
-  { "kvx_space", 380, _CFFI_F_OPAQUE,
+  { "kvx_engine_config", 380, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 82, 34 },
+  { "kvx_event", 381, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 116, 9 },
+  { "kvx_grant_info", 382, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 125, 5 },
+  { "kvx_import_info", 383, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 130, 4 },
+  { "kvx_mem_why", 384, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 134, 9 },
+  { "kvx_region_info", 385, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 143, 9 },
+  { "kvx_register_args", 386, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 152, 5 },
+  { "kvx_remote", 387, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 157, 5 },
+  { "kvx_segment", 388, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 162, 3 },
+  { "kvx_space", 389, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_submit_args", 381, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 163, 7 },
-  { "kvx_transport_counters", 382, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 170, 27 },
-  { "kvx_transport_info", 385, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 197, 9 },
+  { "kvx_submit_args", 390, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 165, 7 },
+  { "kvx_transport_counters", 391, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 172, 27 },
+  { "kvx_transport_info", 394, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 199, 9 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
@@ -4993,29 +5134,29 @@ static const struct _cffi_enum_s _cffi_enums[] = {
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 360 },
-  { "kvx_ascend_api", 362 },
-  { "kvx_ascend_copy", 363 },
-  { "kvx_ascend_facts", 364 },
-  { "kvx_ascend_op", 365 },
-  { "kvx_ascend_option", 366 },
+  { "kvx_alloc_args", 369 },
+  { "kvx_ascend_api", 371 },
+  { "kvx_ascend_copy", 372 },
+  { "kvx_ascend_facts", 373 },
+  { "kvx_ascend_op", 374 },
+  { "kvx_ascend_option", 375 },
   { "kvx_ascend_where", 46 },
-  { "kvx_counters", 368 },
-  { "kvx_device_info", 369 },
-  { "kvx_engine", 370 },
-  { "kvx_engine_config", 371 },
-  { "kvx_event", 372 },
-  { "kvx_grant_info", 373 },
-  { "kvx_import_info", 374 },
-  { "kvx_mem_why", 375 },
-  { "kvx_region_info", 376 },
-  { "kvx_register_args", 377 },
-  { "kvx_remote", 378 },
-  { "kvx_segment", 379 },
-  { "kvx_space", 380 },
-  { "kvx_submit_args", 381 },
-  { "kvx_transport_counters", 382 },
-  { "kvx_transport_info", 385 },
+  { "kvx_counters", 377 },
+  { "kvx_device_info", 378 },
+  { "kvx_engine", 379 },
+  { "kvx_engine_config", 380 },
+  { "kvx_event", 381 },
+  { "kvx_grant_info", 382 },
+  { "kvx_import_info", 383 },
+  { "kvx_mem_why", 384 },
+  { "kvx_region_info", 385 },
+  { "kvx_register_args", 386 },
+  { "kvx_remote", 387 },
+  { "kvx_segment", 388 },
+  { "kvx_space", 389 },
+  { "kvx_submit_args", 390 },
+  { "kvx_transport_counters", 391 },
+  { "kvx_transport_info", 394 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -5025,12 +5166,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  105,  /* num_globals */
+  109,  /* num_globals */
   22,  /* num_struct_unions */
   1,  /* num_enums */
   23,  /* num_typenames */
   NULL,  /* no includes */
-  390,  /* num_types */
+  399,  /* num_types */
   0,  /* flags */
 };
 

@@ -54,6 +54,10 @@
 #define KVX_CHOICE_UNREACHABLE 4 /* no connection */
 #define KVX_CHOICE_REFUSED     5 /* the owner's engine, or ours, cannot use it for this grant */
 
+/* what only the application knows: kvx_note */
+#define KVX_NOTE_STALLED 0 /* value: how many are stalled now */
+#define KVX_NOTE_LATE    1 /* value: how many more were late */
+
 /* operations */
 #define KVX_OP_PUT 1
 #define KVX_OP_GET 2
@@ -147,7 +151,7 @@ typedef struct kvx_mem_why {
     uint64_t conflict;    /* KVX_E_OVERLAP: the region in the way, 0 = unknown */
     uint64_t free_bytes;  /* KVX_E_DEVICE_MEMORY: of the device, */
     uint64_t total_bytes; /* 0 = unknown */
-    uint64_t base;        /* of kvx_mem_register: the allocation that the address lies in, */
+    uint64_t base;        /* of kvx_mem_register: the allocation that the address lies in, or the region in the way; */
     uint64_t length;      /* 0 = unknown */
     uint64_t required; /* what a transport asks for: KVX_E_ALIGN the alignment, KVX_E_LIMIT the longest region, or 0 */
     char text[256];    /* a sentence, "" = nothing to add */
@@ -276,6 +280,8 @@ typedef struct kvx_counters {
     uint64_t arena_bytes;        /* taken from accelerators' drivers, pinned host memory included */
     uint64_t spilled_bytes;      /* in regions that were meant for a device */
     uint64_t spills;             /* how often; no gauge */
+    uint64_t stalled;            /* transfers and landings that have not moved on for stall_s: kvx_note */
+    uint64_t late;               /* operations that were done after their deadline; no gauge: kvx_note */
     char names[8][32];
     kvx_transport_counters row[8];
 } kvx_counters;
@@ -300,6 +306,8 @@ int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32],
 
 /* The application chose a transport, or passed it over; only counted. */
 int kvx_choice_count(kvx_engine *engine, uint32_t index, uint32_t choice);
+/* The same for KVX_NOTE_*. */
+int kvx_note(kvx_engine *engine, uint32_t what, uint64_t value);
 
 /* -- memory ------------------------------------------------------------------------------------ */
 /* why_p is zeroed first, and says more when the call fails; NULL is allowed. */
@@ -342,6 +350,9 @@ int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segmen
                int *inline_p, kvx_event *event_p);
 /* Ask for an early end: the token still completes exactly once (done, or KVX_E_CANCELLED). */
 int kvx_cancel(kvx_engine *engine, uint64_t token);
+/* Bytes that a live operation has moved, as far as its transport knows between its beginning and its end; 0 when there
+ * is none. */
+uint64_t kvx_progress(kvx_engine *engine, uint64_t token);
 
 /* -- pure helpers, exposed for tests and for `doctor` ------------------------------------------------ */
 /* The allocator inside an arena, see space.h: KVX_E_DEVICE_MEMORY when nothing fits, KVX_E_INVALID for an offset that

@@ -621,6 +621,19 @@ int kvx_choice_count(kvx_engine *engine, uint32_t index, uint32_t choice) {
     return KVX_OK;
 }
 
+int kvx_note(kvx_engine *engine, uint32_t what, uint64_t value) {
+    kvx_counters *counters = engine->core.counters;
+    if (what == KVX_NOTE_STALLED) {
+        __atomic_store_n(&counters->stalled, value, __ATOMIC_RELAXED);
+        return KVX_OK;
+    }
+    if (what == KVX_NOTE_LATE) {
+        __atomic_fetch_add(&counters->late, value, __ATOMIC_RELAXED);
+        return KVX_OK;
+    }
+    return KVX_E_INVALID;
+}
+
 int kvx_transport_unavailable(kvx_engine *engine, uint32_t index, char name[32], char why[512]) {
     if (index >= engine->core.unavailable_count) {
         return KVX_E_NO_TRANSPORT;

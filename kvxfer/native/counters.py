@@ -15,7 +15,7 @@ from pathlib import Path
 from kvxfer.errors import ProtocolError
 
 MAGIC = 0x4B565843544E5231
-VERSION = 3
+VERSION = 4
 TRANSPORTS_MAX = 8
 NAME_BYTES = 32
 
@@ -56,7 +56,7 @@ class TransportCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """One engine: gauges of the core (``spills`` is a count), and a row per transport in the order of their index."""
+    """One engine: gauges of the core (``spills`` and ``late`` are counts), and a row per transport in the order of their index."""
 
     pid: int
     inflight: int
@@ -71,6 +71,8 @@ class Counters:
     arena_bytes: int
     spilled_bytes: int
     spills: int
+    stalled: int
+    late: int
     transports: tuple[TransportCounters, ...]
 
 

@@ -36,6 +36,7 @@ from kvxfer.native.facts import (
     RegionInfo,
     TransportInfo,
 )
+from kvxfer.native.notes import Notes
 from kvxfer.native.regions import check_length, not_addressable
 from kvxfer.native.status import Status, error_for
 from kvxfer.native.views import Views
@@ -80,7 +81,7 @@ EVENT = struct.Struct("=IiQQQQQii")
 assert EVENT.size == ffi.sizeof("kvx_event")
 
 
-class Engine:
+class Engine(Notes):
     """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -209,10 +210,6 @@ class Engine:
                 )
             )
         return found
-
-    def count_choice(self, index: int, choice: ChoiceKind) -> None:
-        """A transport was chosen for a grant, or passed over and why: for the counters."""
-        lib.kvx_choice_count(self._mine(), index, choice)
 
     def _unavailable(self) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []

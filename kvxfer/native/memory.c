@@ -6,6 +6,7 @@
 #include "core.h"
 #include "device_memory.h"
 #include "numa.h"
+#include "pages.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -215,12 +216,32 @@ static int register_again(kvx_core *core, region_box *box, kvx_region_info *info
     return KVX_OK;
 }
 
-/* A wrong address would end the process when a peer's bytes arrive; say it now. With MS_ASYNC the kernel only walks its
- * list of mappings, and reports holes. */
+/* With MS_ASYNC the kernel only walks its list of mappings, and reports holes. */
 static bool is_mapped(uint64_t address, uint64_t length) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t low = address & ~(page - 1);
     return msync((void *)(uintptr_t)low, address + length - low, MS_ASYNC) == 0;
+}
+
+/* Memory that is not there, or may not be written, would end the process when a peer's bytes arrive; say it now. */
+static int pages_check(const kvx_register_args *args, kvx_mem_why *why) {
+    uint64_t where = 0;
+    bool write = args->read_only == 0;
+    kvx_pages_found found = kvx_pages_allow(args->address, args->length, write, &where);
+    if (found == KVX_PAGES_UNKNOWN && (errno == EMFILE || errno == ENFILE)) {
+        why->sys_errno = errno;
+        return KVX_E_FDS;
+    }
+    if (found == KVX_PAGES_UNKNOWN) { /* no /proc: holes can be found without it */
+        return is_mapped(args->address, args->length) ? KVX_OK : KVX_E_INVALID;
+    }
+    if (found == KVX_PAGES_REFUSED) {
+        snprintf(why->text, sizeof(why->text), "the pages at %#llx may not be %s", (unsigned long long)where,
+                 write ? "read and written" : "read");
+    } else if (found == KVX_PAGES_HOLE) {
+        snprintf(why->text, sizeof(why->text), "nothing is mapped at %#llx", (unsigned long long)where);
+    }
+    return found == KVX_PAGES_FINE ? KVX_OK : found == KVX_PAGES_REFUSED && write ? KVX_E_READ_ONLY : KVX_E_INVALID;
 }
 
 static kvx_mem_why *why_clear(kvx_mem_why *why_p, kvx_mem_why *ignored) {
@@ -229,7 +250,7 @@ static kvx_mem_why *why_clear(kvx_mem_why *why_p, kvx_mem_why *ignored) {
     return why;
 }
 
-static int register_check(const kvx_register_args *args, const kvx_region_info *info_p) {
+static int register_check(const kvx_register_args *args, const kvx_region_info *info_p, kvx_mem_why *why) {
     uint64_t end;
     if (args == NULL || args->address == 0 || info_p == NULL || args->kind > KVX_MEM_PINNED ||
         (args->kind == KVX_MEM_DRAM) != (args->device < 0)) {
@@ -238,7 +259,7 @@ static int register_check(const kvx_register_args *args, const kvx_region_info *
     if (args->length == 0 || __builtin_add_overflow(args->address, args->length, &end) || end > UINTPTR_MAX) {
         return KVX_E_LENGTH;
     }
-    return args->kind != KVX_MEM_HBM && !is_mapped(args->address, args->length) ? KVX_E_INVALID : KVX_OK;
+    return args->kind == KVX_MEM_HBM ? KVX_OK : pages_check(args, why);
 }
 
 /* With the lock held: the region that has these bytes already gets one more reference, or is in the way. KVX_PENDING:
@@ -258,6 +279,8 @@ static int register_known(kvx_core *core, const kvx_register_args *args, kvx_reg
                 other->state == REGION_LIVE;
     if (!same) {
         why->conflict = region->id;
+        why->base = (uint64_t)(uintptr_t)region->base;
+        why->length = region->length;
     }
     return same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
 }
@@ -292,7 +315,7 @@ static int register_new(kvx_core *core, region_box *box, const kvx_register_args
 int kvx_mem_register(kvx_engine *engine, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why_p) {
     kvx_core *core = &engine->core;
     kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
-    int status = register_check(args, info_p);
+    int status = register_check(args, info_p, why);
     if (status != KVX_OK) {
         return status;
     }

@@ -61,6 +61,8 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     fields["vendor_status"] = why.raw or None
     if status == Status.OVERLAP:
         fields["conflict"] = why.conflict or None
+        if why.conflict and why.length:
+            fields["conflict_address"], fields["conflict_length"] = hex(why.base), why.length
     if status == Status.DEVICE_MEMORY and why.total_bytes:
         fields["free_bytes"], fields["total_bytes"] = why.free_bytes, why.total_bytes
     if isinstance(fields.get("address"), int) and status != Status.ALIGN:
@@ -77,7 +79,11 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
         fields["limit"], hint = why.required, "register the memory in several pieces (register_many)"
     error = error_for(status, sys_errno=why.sys_errno, what=what)
     error.fields |= fields
-    if text:
+    if status == Status.READ_ONLY and what == "register":
+        error.message = f"register: the memory is not writable: {text}"
+        error.args = (error.message,)
+        hint = "a peer's put would end this process: register memory that may be written, or register it read-only"
+    elif text:
         error.message = f"{error.message}: {text}"
         error.args = (error.message,)
     error.hint = hint or error.hint

@@ -424,6 +424,7 @@ static void job_run(kvx_job *job) {
         copy_span(run, &span, &result);
         pthread_mutex_lock(&run->lock);
         run->result.bytes += result.bytes;
+        kvx_op_moved(run->op, result.bytes);
         if (result.status != KVX_OK && run->result.status == KVX_OK) {
             run->result.status = result.status;
             run->result.sys_errno = result.sys_errno;

@@ -321,6 +321,15 @@ int kvx_cancel(kvx_engine *engine, uint64_t token) {
     return status;
 }
 
+uint64_t kvx_progress(kvx_engine *engine, uint64_t token) {
+    kvx_core *core = &engine->core;
+    kvx_lock(core);
+    const op_box *box = kvx_table_get(&core->ops, token);
+    uint64_t moved = box != NULL ? atomic_load_explicit(&box->op.moved, memory_order_relaxed) : 0;
+    kvx_unlock(core);
+    return moved;
+}
+
 void kvx_ops_cancel_all(kvx_core *core) {
     for (uint32_t i = 0; i < core->ops.capacity; i++) {
         if (core->ops.keys[i] != 0) {

@@ -91,6 +91,7 @@ struct kvx_op {
     uint64_t bytes; /* sum of lengths */
     uint64_t tag, value;
     _Atomic bool cancelled; /* look at it between chunks */
+    _Atomic uint64_t moved; /* add to it as bytes move: kvx_op_moved. Only the transport knows before the end */
     bool corrupt; /* test seam, set by the fault transport: flip one bit of the first byte that this op delivers */
     int injected; /* test seam, likewise: the status that the op ends with when all went well */
     /* test seam, likewise: called first by kvx_op_complete; true = the op is not over, whoever set it goes on with it
@@ -229,6 +230,10 @@ void kvx_grant_detach(kvx_core *core, uint64_t grant, bool lost);
 /* Relaxed add to a row of counters. The core counts what it sees itself: put_ops get_ops put_bytes get_bytes segments
  * inline_ops failed_ops cancelled_ops notifies_sent notifies_received peers_connected peers_lost. All other fields are
  * the transport's. */
+static inline void kvx_op_moved(kvx_op *op, uint64_t bytes) {
+    atomic_fetch_add_explicit(&op->moved, bytes, memory_order_relaxed);
+}
+
 #define KVX_COUNT(row, field, n) __atomic_fetch_add(&(row)->field, (uint64_t)(n), __ATOMIC_RELAXED)
 
 /* Checked in every build: a broken promise about memory or tokens must not go on. */

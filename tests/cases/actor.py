@@ -26,6 +26,7 @@ from kvxfer.geometry import BlockTable
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
+from tests.cases.actor_many import Many
 from tests.cases.facts import pattern
 
 
@@ -37,7 +38,7 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error), "fields": {}}
 
 
-class Actor:
+class Actor(Many):
     """Holds a client and everything that a test has named."""
 
     def __init__(self) -> None:

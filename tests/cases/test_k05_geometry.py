@@ -1,4 +1,4 @@
-"""K05: two sides that do not fit each other never exchange a byte, and where they differ only in shape every byte lands."""
+"""K05: two sides that do not fit never exchange a byte; where they differ only in shape every byte lands."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_c28_a_mismatch_is_refused_on_both_sides(transport: str, field: st
         assert (match.regions[0].array == 1).all()
 
 
-# -- C29: every pair of shapes ----------------------------------------------------------------------------------------
+# -- C29: every pair of shapes ---------------------------------------------------------------------------------------
 
 
 def rank_geometry(tp: int, rank: int, heads: int, block: int, layout: str) -> Geometry:
@@ -211,7 +211,7 @@ async def test_c29_and_moved_exactly(transport: str, shape: tuple[Any, ...]) -> 
             assert np.array_equal(region.array.view(np.uint32)[: len(expected)], expected)
 
 
-# -- C31: the same shape, another model -------------------------------------------------------------------------------
+# -- C31: the same shape, another model ------------------------------------------------------------------------------
 
 MODEL = {"model": "m", "revision": "r1", "quantisation": "fp16", "rope": "linear-1"}
 
@@ -250,7 +250,7 @@ def test_c31_the_override_is_in_the_metrics() -> None:
         assert (sample.name, sample.value) == ("kvxfer_ignore_fingerprint", chosen)
 
 
-# -- C33: several consumers of one source ------------------------------------------------------------------------------
+# -- C33: several consumers of one source ----------------------------------------------------------------------------
 
 
 @BOTH

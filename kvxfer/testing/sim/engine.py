@@ -464,5 +464,15 @@ class SimEngine(Owner):
         self._push(EventKind.TRANSFER, op.token, 0, status, moved=op.bytes if not status else 0)
         self._maybe_detach(op.source)
 
+    def progress(self, token: int) -> int:
+        op = self.ops.get(token)
+        return 0 if op is None else max(0, op.bytes - op.unsent - op.unanswered)
+
+    def note_stalled(self, count: int) -> None:
+        """Nobody looks."""
+
+    def note_late(self, count: int = 1) -> None:
+        """Nobody looks."""
+
     def counters(self) -> Any:
         raise error_for(Status.UNSUPPORTED, what="counters")

@@ -1,0 +1,183 @@
+"""K11: connections are few, bounded, given up when others need them, and closed in peace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvxfer.acceptor import Acceptor
+from kvxfer.addresses import parse_address
+from kvxfer.config import Config
+from kvxfer.link import Link, LinkFacts
+from kvxfer.listeners import bound_address, listen_tcp
+from kvxfer.testing.processes import Process
+from kvxfer.wire import messages as m
+from kvxfer.wire.codec import Message
+from tests.cases.facts import limit, within
+from tests.cases.harness import Cluster, Side
+
+pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
+KIB = 1 << 10
+
+
+def hosts(count: int) -> list[str]:
+    """Loopback addresses that all lead to whoever listens on every interface."""
+    return [f"127.1.{number // 250}.{number % 250 + 1}" for number in range(count)]
+
+
+def time_wait() -> int:
+    """Connections of this host in TIME_WAIT."""
+    return sum(line.split()[3] == "06" for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+
+
+def cpu_s(process: Process) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@asynccontextmanager
+async def few_descriptors(process: Process, count: int) -> AsyncIterator[None]:
+    before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        if process.returncode is None:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+
+
+async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, Side, dict[str, object]]:
+    """A with a pattern, B on all interfaces with as much room, and B's descriptor."""
+    a, b = await nodes.fresh(a=dict(a_options), b={"data_bind": "0.0.0.0"})
+    for side in (a, b):
+        await side.do("alloc", name="r", length=length)
+    await a.do("fill", name="r", seed=1, block=KIB)
+    descriptor = (await b.do("describe", name="r"))["descriptor"]
+    if nodes.transport == "tcp":  # on all interfaces nothing is told by itself
+        descriptor["endpoints"] = {"tcp": [b.facts["endpoints"]["tcp"].replace("0.0.0.0", "127.0.0.1")]}
+    return a, b, descriptor
+
+
+async def same(a: Side, b: Side) -> None:
+    assert (await a.do("digest", name="r"))["sha"] == (await b.do("digest", name="r"))["sha"]
+
+
+async def test_c58_small_transfers_share_few_sockets(nodes: Cluster) -> None:
+    count = 20_000 if FULL else 4_000
+    a, b, descriptor = await pair(nodes, 1024 * KIB)
+    waiting = time_wait()
+    answer = await a.do("puts", region="r", descriptor=descriptor, count=count, parallel=32, size=KIB)
+    assert answer["outcomes"] == {"done": count}
+    assert answer["sockets"] <= 8
+    assert time_wait() - waiting <= 16
+    await same(a, b)
+
+
+async def test_c59_owners_beyond_the_limit_of_descriptors(tcp_nodes: Cluster) -> None:
+    owners = 300 if FULL else 120
+    a, b, descriptor = await pair(tcp_nodes, owners * KIB, tcp_streams=1)
+    room = a.fds() + (60 if FULL else 40)
+    async with few_descriptors(a.process, room):
+        where = hosts(owners)
+        answer = await a.do("visit", region="r", descriptor=descriptor, hosts=where, parallel=20, size=KIB)
+        assert answer["outcomes"] == {"done": owners}
+        assert answer["evicted"] >= owners - 60
+        await same(a, b)
+        # the ones used last are still there: no new connection is needed for them
+        again = await a.do("visit", region="r", descriptor=descriptor, hosts=where, parallel=20, size=KIB)
+        assert again["outcomes"] == {"done": owners}
+        before, began = cpu_s(a.process), time.monotonic()
+        await asyncio.sleep(1)
+        assert cpu_s(a.process) - before < 0.2 * (time.monotonic() - began), "nobody spins at the limit"
+
+
+async def test_c59_connections_in_use_are_not_given_up(tcp_nodes: Cluster) -> None:
+    """Pinned by transfers that run: the next one gets `resource_exhausted`, alone, and works when one has ended."""
+    slow = {"transports": ["fault+tcp"], "fault_spec": "chunk_bytes=4096,chunk_ms=100"}
+    a, b, descriptor = await pair(tcp_nodes, 64 * KIB, peers_max=2, connect_s=0.3, tcp_streams=1, **slow)
+    for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
+        port = str(descriptor["endpoints"]["tcp"][0]).rpartition(":")[2]  # type: ignore[index]
+        there = {**descriptor, "engine_id": f"{number:032x}", "endpoints": {"tcp": [f"{host}:{port}"]}}
+        await a.do("start", name=f"t{number}", way="put", region="r", descriptor=there)
+    await asyncio.sleep(0.1)
+    refused = await a.do("visit", region="r", descriptor=descriptor, hosts=["127.0.0.9"], parallel=1, size=KIB, seed=9)
+    assert refused["outcomes"] == {"resource_exhausted": 1}
+    for number in range(2):
+        assert (await a.do("outcome", name=f"t{number}"))["state"] == "done"
+    works = await a.do("visit", region="r", descriptor=descriptor, hosts=["127.0.0.9"], parallel=1, size=KIB, seed=9)
+    assert works["outcomes"] == {"done": 1}
+    assert works["evicted"] == 1
+    await same(a, b)
+
+
+@asynccontextmanager
+async def stubs(count: int) -> AsyncIterator[list[list[str]]]:
+    """So many nodes that answer an echo and nothing else, each with its own identity and port."""
+    config = Config.embedded(transports=("loop",))
+
+    def on_message(link: Link, message: Message) -> None:
+        if isinstance(message, m.Echo):
+            link.send(m.EchoReply(rid=message.rid, data=message.data))
+
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for _ in range(count):
+            facts = LinkFacts(role="peer", node_id=secrets.token_hex(16), incarnation=secrets.token_hex(16))
+            stub = Acceptor(config, facts, roles=("peer",), links_max=8, on_ready=lambda _: None, on_message=on_message)
+            listener = listen_tcp("listen", parse_address("127.0.0.1:0"))
+            addresses.append([str(bound_address(listener))])
+            await stub.start(listener)
+            stack.push_async_callback(stub.aclose, "over")
+        yield addresses
+
+
+async def test_c59_nodes_beyond_the_limit_of_the_daemon(tcp_nodes: Cluster) -> None:
+    count = 300 if FULL else 120
+    a, b = await tcp_nodes.fresh()
+    async with stubs(count) as addresses, few_descriptors(a.daemon, a.fds(a.daemon) + 40):
+        answer = await a.do("connect", nodes=addresses, parallel=20)
+        assert answer["outcomes"] == {"done": count}
+        assert (await a.do("connect", nodes=[b.node], parallel=1))["outcomes"] == {"done": 1}
+        before, began = cpu_s(a.daemon), time.monotonic()
+        await asyncio.sleep(0.5)
+        assert cpu_s(a.daemon) - before < 0.2 * (time.monotonic() - began) + 0.05
+
+
+async def test_c97_bursts_stay_below_the_maximum_and_idle_ones_are_closed_in_peace(tcp_nodes: Cluster) -> None:
+    most = 16
+    options = {"peers_max": most, "peer_idle_s": 1, "tcp_streams": 1}
+    a, _, descriptor = await pair(tcp_nodes, 64 * KIB, **options)
+    baseline = a.fds()
+    answer = await a.do(
+        "bursts",
+        region="r",
+        descriptor=descriptor,
+        hosts=hosts(48),
+        count=600 if FULL else 15,
+        most=256,
+        size=64 * KIB,
+        seed=97,
+    )
+    assert set(answer["outcomes"]) == {"done"}, answer
+    assert answer["sockets"] <= most
+    seen = [(time.monotonic(), a.fds())]
+    with within(10, "closing what is idle"):
+        while a.fds() > baseline + 1:
+            await asyncio.sleep(0.02)
+            seen.append((time.monotonic(), a.fds()))
+            assert seen[-1][0] - seen[0][0] < limit(10), f"{seen[-1][1]} descriptors, {baseline} before"
+    times = np.array([at for at, _ in seen])
+    open_then = np.array([count for _, count in seen])
+    for at, count in seen:
+        later = open_then[(times >= at) & (times <= at + 1)]
+        assert count - int(later.min()) <= 50, "never many at once"
