@@ -54,6 +54,6 @@ def _named(error: KvxferError, sources: Sequence[Any], index: int) -> KvxferErro
         "of": len(sources),
         "bytes": error.fields.get("length", size if isinstance(size, int) else None),
     }
-    found.fields.setdefault("errno", _ERRNO.get(error.status or 0))
+    found.fields.setdefault("errno", _ERRNO.get(Status(error.status)) if error.status in _ERRNO else None)
     found.hint = found.hint or "what was registered before it was given back; `kvxfer doctor` shows this node's limits"
     return found
