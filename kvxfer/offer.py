@@ -106,6 +106,7 @@ class Landing:
             )
         except BaseException as error:
             self._fail(error if isinstance(error, KvxferError) else ClosedError("the offer was not made"))
+            self._revoke()  # the push may have committed before the daemon's answer was seen: then nothing has failed
             raise
         if self._closed:  # it ended while it was being posted; whoever waits for it is told why
             self._withdraw()

@@ -171,6 +171,23 @@ async def test_between_hosts_one_sided_pairs_are_staged() -> None:
 
 
 @simulated(HBM="64M")
+async def test_what_hixl_cannot_do_after_all_goes_by_tcp() -> None:
+    """A card is not connected to itself: without copies between processes hixl finds out at the transfer."""
+    async with both(device_ipc=False) as (client, other, _):
+        await other.do("cache", name="far", memory="hbm")  # on card 1
+        near = await filled_cache(client, "hbm", 5, device=1)
+        far = RemoteDescriptor.from_dict((await other.do("describe", name="far"))["descriptor"])
+        for _ in range(2):
+            assert (await client.put(near.regions[0], far)).transport == "tcp"
+        [choice] = client.plane.choices.values()
+        assert choice.passed_over[0].startswith("hixl ")
+        before = await near.regions[0].read()
+        await near.regions[0].write(0, bytes(len(before)))
+        await client.get(near.regions[0], far)
+        assert (await near.regions[0].read() == before).all()
+
+
+@simulated(HBM="64M")
 async def test_parts_on_several_cards_run_side_by_side() -> None:
     simulation = Simulation(Path(os.environ["KVXFER_SIM_DIR"]))
     async with kvxfer.local(**SMALL) as client:
