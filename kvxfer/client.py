@@ -43,7 +43,7 @@ from kvxfer.memory import at_address, borrow
 from kvxfer.native.engine import Engine, EngineConfig, OpKind
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
-from kvxfer.paths import counters_path, daemon_socket, socket_dir
+from kvxfer.paths import counters_path, daemon_socket, engine_dir, socket_dir
 from kvxfer.peer import Peer, as_node
 from kvxfer.publish import Publication, Pull, Pulled, as_ticket
 from kvxfer.push import Push
@@ -89,6 +89,7 @@ class Client:
         self._pid, self._thread = os.getpid(), threading.get_ident()
         directory = socket_dir(self.config) if self._socket is None else self._socket.parent
         socket = daemon_socket(directory) if self._socket is None else self._socket
+        directory = engine_dir(directory)
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
         facts = LinkFacts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -94,9 +95,9 @@ def _credentials(server: Server) -> Iterator[Sample]:
         text = f"New files of {files} that could not be used; the old ones stayed in force."
         name = f"kvxfer_{what}_reload_failures"
         yield Sample(name=name, help=text, value=known.failures[what], counter=True)
-    if known.expires_in_s is not None:
-        text = "Seconds until this node's certificate is no longer valid; negative afterwards."
-        yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=known.expires_in_s)
+    text = "Seconds until this node's certificate is no longer valid; negative afterwards, infinite without one."
+    left_s = math.inf if known.expires_in_s is None else known.expires_in_s
+    yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=left_s)
 
 
 def _claims(server: Server) -> Iterator[Sample | Distribution]:
