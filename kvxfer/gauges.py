@@ -13,6 +13,7 @@ from kvxfer.tally import BUCKETS_S
 from kvxfer.wire.session import VERSIONS
 
 if TYPE_CHECKING:
+    from kvxfer.config import Config
     from kvxfer.server import Server
 
 COUNTS = {
@@ -41,6 +42,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
+    yield ignore_fingerprint(server.config)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)
@@ -52,6 +54,12 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         yield Sample(name="kvxfer_unexpected", help=text, value=value, labels=labels, counter=True)
     text = "Times that an engine's counters could not be read."
     yield Sample(name="kvxfer_counters_unreadable", help=text, value=server.engines.unreadable, counter=True)
+
+
+def ignore_fingerprint(config: Config) -> Sample:
+    """The override of the operator, visible wherever it is set."""
+    text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
+    return Sample(name="kvxfer_ignore_fingerprint", help=text, value=config.ignore_fingerprint)
 
 
 def _links(server: Server) -> Iterator[Sample]:
