@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim cases cases-full sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim soak cases cases-full sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -68,6 +68,7 @@ demo: build ## prefill in one process, decode in another, compare every token (A
 demo-ascend-sim: build ## the same between two simulated Ascend cards (needs g++; nothing it prints is about hardware)
 	@libraries=$$($(PY) -m tests.native.ascend_sim.build) && place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT
 	@KVXFER_CANN_LIBDIR=$$libraries KVXFER_SIM_DIR=$$place $(PY) examples/demo.py --memory hbm --transports hixl $(ARGS)
+	@! grep FAULT $$place/sim.log
 
 bench: build $(VENV)/.dev ## measure (ARGS are passed on)
 	@$(PY) -m benchmarks $(ARGS)
@@ -111,6 +112,10 @@ cases: build $(VENV)/.dev ## the case book: what users of such systems met (ARGS
 
 cases-full: build $(VENV)/.dev ## the same with the long versions, at their full numbers (for the night)
 	@KVXFER_TEST_LOOP=asyncio KVXFER_TEST_FULL=1 $(PYTEST) -q --durations=8 tests/cases $(ARGS)
+
+MINUTES ?= 30
+soak: build ## mixed traffic with faults for MINUTES at full speed; fails when anything grows (ARGS="--seed N" replays)
+	@$(PY) -m kvxfer.testing.soak --minutes $(MINUTES) $(ARGS)
 
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py

@@ -145,7 +145,10 @@ class Acceptor:
         if full or len(self._half_open) >= self._config.handshakes_max:
             self._count("handshakes_max")
             silent = (other for other in self._half_open if not other.greeted)
-            next(silent, next(iter(self._half_open))).abort("too many unfinished handshakes")
+            oldest = next(silent, next(iter(self._half_open)))
+            oldest.abort("too many unfinished handshakes")
+            # Not when its callback runs: hundreds may be accepted before that, and each has to find another one.
+            self._ended(oldest, oldest.closed.result())
         self._half_open[link] = None
         link.closed.add_done_callback(lambda reason: self._ended(link, reason.result()))
 

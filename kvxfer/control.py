@@ -42,7 +42,7 @@ class PostingHandle:
     message: m.Post
     on_event: EventCallback
     posting: str = ""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     claims: set[int] = field(default_factory=set)
     spent: bool = False
     stale: bool = False

@@ -22,6 +22,7 @@ from kvxfer.admission import Admission, Permit
 from kvxfer.choice import Choice
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.early import EarlyNotices, Unexpected
 from kvxfer.errors import (
     BusyError,
     ClosedError,
@@ -122,9 +123,16 @@ class DataPlane:
         self._next_op = 0
         self._closing = False
         self._closed = False
+        self.unexpected = Unexpected()
+        self._early: EarlyNotices[Event] = EarlyNotices()
+        self._heard: set[int] = set()  # grants that somebody watches or has watched
         self.stalls = StallWatch(config.stall_s, self._note_stalled)
-        self.unexpected_notifications = 0
         engine.attach(asyncio.get_running_loop(), self._on_event)
+
+    @property
+    def unexpected_notifications(self) -> int:
+        """Notices of peers that fitted nothing; `unexpected` has them by type and reason."""
+        return self.unexpected.total
 
     @property
     def choices(self) -> Mapping[tuple[str, str], Choice]:
@@ -178,8 +186,15 @@ class DataPlane:
         return len(self._regions.get(region.id, ())) > 1
 
     def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
-        """Call back for notifications through this grant, and when its last peer vanishes."""
+        """Call back for notifications through this grant, and when its last peer vanishes.
+
+        What came before anybody watched is told first, in the next turn of the loop.
+        """
         self._grant_watchers[grant] = callback
+        self._heard.add(grant)
+        loop = asyncio.get_running_loop()
+        for event in self._early.take(grant, loop.time(), self._given_up):
+            loop.call_soon(self._on_event, event)
 
     def watched(self, grant: int) -> bool:
         """Somebody is called back for this grant."""
@@ -196,6 +211,9 @@ class DataPlane:
     def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
         """The same without waiting: the future resolves when it is quiet."""
         self.unwatch(grant)
+        self._heard.discard(grant)
+        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
+            self._given_up("revoked", event)
         return self.engine.revoke(grant)
 
     def release(self, region: Region) -> asyncio.Future[Event]:
@@ -526,10 +544,17 @@ class DataPlane:
             self._reach.peer_down(event.id)
             return
         watcher = self._grant_watchers.get(event.id)
-        if watcher is None:
-            self.unexpected_notifications += 1
-        else:
+        if watcher is not None:
             watcher(event)
+        elif event.kind == EventKind.GRANT_LOST:
+            return  # a peer that was told nothing else has gone: nobody asked to hear of it
+        elif event.id in self._heard:
+            self._given_up("nobody_listens", event)
+        else:
+            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._given_up)
+
+    def _given_up(self, reason: str, event: Event) -> None:
+        self.unexpected.add("notice", reason)
 
     async def aclose(self) -> None:
         """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from kvxfer.tally import BUCKETS_S
 from kvxfer.wire.session import VERSIONS
 
 if TYPE_CHECKING:
+    from kvxfer.config import Config
     from kvxfer.server import Server
 
 COUNTS = {
@@ -40,6 +42,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
+    yield ignore_fingerprint(server.config)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)
@@ -51,6 +54,12 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         yield Sample(name="kvxfer_unexpected", help=text, value=value, labels=labels, counter=True)
     text = "Times that an engine's counters could not be read."
     yield Sample(name="kvxfer_counters_unreadable", help=text, value=server.engines.unreadable, counter=True)
+
+
+def ignore_fingerprint(config: Config) -> Sample:
+    """The override of the operator, visible wherever it is set."""
+    text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
+    return Sample(name="kvxfer_ignore_fingerprint", help=text, value=config.ignore_fingerprint)
 
 
 def _links(server: Server) -> Iterator[Sample]:
@@ -86,9 +95,9 @@ def _credentials(server: Server) -> Iterator[Sample]:
         text = f"New files of {files} that could not be used; the old ones stayed in force."
         name = f"kvxfer_{what}_reload_failures"
         yield Sample(name=name, help=text, value=known.failures[what], counter=True)
-    if known.expires_in_s is not None:
-        text = "Seconds until this node's certificate is no longer valid; negative afterwards."
-        yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=known.expires_in_s)
+    text = "Seconds until this node's certificate is no longer valid; negative afterwards, infinite without one."
+    left_s = math.inf if known.expires_in_s is None else known.expires_in_s
+    yield Sample(name="kvxfer_tls_certificate_expires_seconds", help=text, value=left_s)
 
 
 def _claims(server: Server) -> Iterator[Sample | Distribution]:

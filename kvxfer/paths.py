@@ -41,6 +41,15 @@ def counters_path(directory: Path, engine_id: bytes) -> Path:
     return directory / f"c-{engine_id.hex()[:12]}.counters"
 
 
+def engine_dir(directory: Path) -> Path:
+    """Where a worker's engine has its files: beside the daemon's socket, or, where this user may make none,
+    in a directory of its own. Raises `ConfigError`.
+    """
+    if os.access(directory, os.W_OK | os.X_OK) or not directory.exists():
+        return directory
+    return ensure_socket_dir(Path(f"/tmp/kvxfer-{os.getuid()}"))
+
+
 def ensure_socket_dir(path: Path, *, shared: bool = False) -> Path:
     """Make the directory (mode 0700) if it is missing, and check that it is ours alone. Raises `ConfigError`.
 

@@ -188,12 +188,12 @@ class Publication:
             return  # a consumer vanished; another may come until the lease ends
         tag = tags.unpack(event.tag)
         if tag.kind != tags.RELEASE:
-            self._client.plane.unexpected_notifications += 1
+            self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), "not_of_a_pull")
         elif tag.claim in self._claims or not self._client.control.connected:
             self._release(tag.claim)
         else:
             # A consumer speaks for itself only, not for those to come. One whose announcement is late settles as well.
-            self._client.plane.unexpected_notifications += 1
+            self._client.plane.unexpected.add(tags.NAMES[tag.kind], "unknown_claim")
 
     def _on_posting(self, event: PostingEvent) -> None:
         if event.what == "claimed":
@@ -302,7 +302,10 @@ class Pull:
         peer: Posting | None = None
         try:
             peer = await Posting.receive(body)
-            mapping = await negotiate(peer.layout, peer.table, self._cache.layout, self._table)
+            lenient = self._client.config.ignore_fingerprint
+            mapping = await negotiate(
+                peer.layout, peer.table, self._cache.layout, self._table, ignore_fingerprint=lenient
+            )
             self._raise_if_failed()
             transport = await self._read(mapping, peer, deadline)
             await self._release(peer, claim, deadline)

@@ -109,7 +109,10 @@ class Push:
         try:
             body = await self._rendezvous(deadline)
             self._peer = await self._read(body)
-            plan = await negotiate(self._cache.layout, self._table, self._peer.layout, self._peer.table)
+            plan = await negotiate(
+                *(self._cache.layout, self._table, self._peer.layout, self._peer.table),
+                ignore_fingerprint=self._client.config.ignore_fingerprint,
+            )
             self._raise_if_failed()
             self.transport = await self._reaching.reach(self._client.plane, self._cache, self._peer, deadline)
             self._raise_if_failed()

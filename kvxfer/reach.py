@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvxfer.choice import Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
+from kvxfer.choice import ANY_KIND, Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
@@ -62,7 +62,7 @@ class Route:
     info: TransportInfo
     endpoint: str
     peer: int
-    imports: set[WayKey] = field(default_factory=set)
+    imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
     used: int = 0  # see `idle.py`
     importing: int = 0
@@ -75,13 +75,13 @@ class Import:
     chosen for.
     """
 
-    key: WayKey
+    key: WayKey = field(repr=False)
     route: Route
     handle: int
     length: int
     users: int = 0
     unwanted: bool = False
-    needs: set[NeedKey] = field(default_factory=set)
+    needs: set[NeedKey] = field(default_factory=set, repr=False)
 
 
 class Reach:
@@ -110,20 +110,28 @@ class Reach:
         )
 
     def ready(
-        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False
     ) -> Import | None:
         """The import of a descriptor for this need, if there is one."""
-        need_key = _need_key(descriptor, number_of(local, check, mapped))
-        found = self._chosen.get(need_key)
-        if found is None and any((need_key[:-1], info.index) in self._imports for info in self._transports):
-            found = self._at_once(need_key, Need(local, kind_there(descriptor), check, mapped), descriptor)
-        if found is not None:
-            self.idle.use(found.route)
-        return found
+        # Asked for each transfer, so `_need_key` is written out.
+        found = self._chosen.get(
+            (
+                descriptor.engine_id,
+                descriptor.grant,
+                descriptor.generation,
+                descriptor.length,
+                descriptor.access,
+                descriptor.key,
+                (ANY_KIND if local is None else local) | check << 2,
+            )
+        )
+        return found if found is not None else self._at_once(descriptor, Need(local, kind_there(descriptor), check))
 
-    def _at_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import | None:
+    def _at_once(self, descriptor: RemoteDescriptor, need: Need) -> Import | None:
         """The best transport for this need may have the import already, made for another one."""
-        key = need_key[:-1]
+        key = _key_of(descriptor)
+        if not any((key, info.index) in self._imports for info in self._transports):
+            return None
         found, passed = self._any_way(key, need), self._missing(descriptor)
         for info, verdict in self._judged(key, need, descriptor):
             if found is not None or verdict is None:
@@ -134,6 +142,7 @@ class Reach:
             return None
         if need.local is not None:
             self._remember(need, found, passed)
+        need_key = _need_key(descriptor, number_of(need.local, need.check, need.mapped))
         found.needs.add(need_key)
         self._chosen[need_key] = found
         return found

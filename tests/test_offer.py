@@ -159,3 +159,27 @@ async def test_a_vanished_peer_of_an_earlier_request_does_not_touch_the_next_one
             )
             await asyncio.sleep(0.01)
             assert landing._error is None
+
+
+async def test_cancelled_after_the_commit_but_before_the_daemon_s_answer_it_gives_everything_back() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        landing = await offered(b)
+        entering = asyncio.ensure_future(landing.__aenter__())
+        real = b.control.post
+
+        async def slow(*arguments: Any, **options: Any) -> Any:
+            handle = await real(*arguments, **options)
+            await asyncio.Event().wait()
+            return handle
+
+        b.control.post = slow  # type: ignore[method-assign]
+        peer = await liar(a, b)
+        for layer in range(3):
+            await peer.say(tags.LAYER, 1, layer)
+        await peer.say(tags.COMMIT, 1, value=3)
+        await until(lambda: landing.committed)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        await until(lambda: b.ledger.spans == ())
+        await until(lambda: b.plane.engine.counters().grants == 0)

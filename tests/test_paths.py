@@ -9,7 +9,14 @@ import pytest
 
 from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
 from kvxfer.errors import ConfigError
-from kvxfer.paths import check_socket_dir, counters_path, daemon_socket, ensure_socket_dir, socket_dir
+from kvxfer.paths import (
+    check_socket_dir,
+    counters_path,
+    daemon_socket,
+    engine_dir,
+    ensure_socket_dir,
+    socket_dir,
+)
 
 
 def test_the_rule() -> None:
@@ -85,3 +92,24 @@ def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(ConfigError, match="not to user 4711"):
         check_socket_dir(path)
+
+
+def test_an_engine_has_its_files_where_its_user_may_make_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_dir(tmp_path) == tmp_path
+    assert engine_dir(tmp_path / "none") == tmp_path / "none"  # what is missing is the daemon's, and will be told
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    own = engine_dir(tmp_path)
+    assert own == Path(f"/tmp/kvxfer-{os.getuid()}")
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_shared_directory_lets_others_pass_and_nothing_else(tmp_path: Path) -> None:
+    made = ensure_socket_dir(tmp_path / "new", shared=True)
+    assert made.stat().st_mode & 0o777 == 0o711
+    assert ensure_socket_dir(made, shared=True) == made
+    with pytest.raises(ConfigError, match="others may enter"):
+        ensure_socket_dir(made)
+    for mode in (0o755, 0o733, 0o715):
+        made.chmod(mode)
+        with pytest.raises(ConfigError, match="others may enter"):
+            ensure_socket_dir(made, shared=True)

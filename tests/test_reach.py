@@ -183,6 +183,22 @@ async def test_a_choice_is_one_line_and_every_grant_is_counted(
         assert counted(a.plane.engine)["loop"] == {"chosen": 1}
 
 
+async def test_another_need_finds_the_import_that_there_is(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("shm", "tcp")) as (a, b):
+        described, reach = b.region.descriptor("w"), a.plane._reach
+        assert reach.ready(described, MemoryKind.DRAM) is None
+        found = await reach.resolve(described, MemoryKind.DRAM)
+        for local in (None, MemoryKind.DRAM, MemoryKind.PINNED):
+            for check in (False, True):
+                assert reach.ready(described, local, check) is found
+                assert await reach.resolve(described, local, check) is found
+        assert len(found.needs) == 6
+        assert counted(a.plane.engine)["shm"] == {"chosen": 4}  # a look for any memory chose nothing
+        reach.drop(found)
+        assert reach.ready(described, None) is None
+        assert not reach._chosen
+
+
 async def test_a_notification_goes_the_way_of_the_bytes(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm", "tcp")) as (a, b):
         described = replace(b.region.descriptor("w"), endpoints={"tcp": b.region.descriptor("w").endpoints["tcp"]})

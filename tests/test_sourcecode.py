@@ -31,7 +31,7 @@ LAYERS = (
     Layer(
         name="pure",
         modules=(
-            *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
+            *("geometry", "planner", "admission", "spans", "timeline", "early", "wire", "wire.*"),
             *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -61,7 +61,7 @@ LAYERS = (
                 "publish",
                 "adopt",
             ),
-            *("sharing", "notifications", "mailboxes", "peer", "client"),
+            *("sharing", "notifications", "mailboxes", "peer", "many", "registering", "client"),
         ),
     ),
     Layer(
@@ -85,7 +85,7 @@ TASK_OWNERS = {
 
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
-    *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py"),
+    *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py", "test_ascend_flows.py"),
     *(
         "adversity/",
         "cases/",

@@ -78,6 +78,7 @@ typedef struct hixl_arena {
     void *handle;
     uint64_t version; /* the device's, when this was registered */
     uint32_t users;   /* regions */
+    uint32_t told;    /* side links over which its key went: whoever is behind them may have it mapped */
     kvx_ascend_where where;
     char key[KVX_ASCEND_IPC_KEY_MAX];
     struct hixl_arena *next;
@@ -132,7 +133,9 @@ typedef struct hixl_batch {
 struct hixl_link {
     hixl_device *device;
     hixl_route route;
+    hixl_peer *copier;             /* by copy: whose it is alone, so that what is mapped goes before its side link */
     char remote[HIXL_ENGINE_TEXT]; /* HIXL's engine; or the name of the process and device */
+    int32_t physical;              /* the other side's device */
     uint64_t epoch;
     hixl_machine machine;
     struct hixl_call *call;                 /* that is out */
@@ -220,6 +223,7 @@ struct hixl_conn {
     kvx_frame held_frame;
     uint8_t held_key[KVX_KEY_BYTES];
     kvx_table attached; /* acceptor, hixl->lock: handle -> hixl_attach */
+    kvx_table told;     /* acceptor, hixl->lock: arena id -> hixl_arena whose key the peer was told */
 
     /* hixl->lock */
     uint64_t tx_counter;
@@ -271,7 +275,9 @@ struct hixl_peer {
     kvx_table awaiting; /* number of a NOTIFY -> hixl_xfer */
     uint32_t ops;       /* not completed */
     uint64_t pings, pongs;
-    hixl_link **links; /* that it uses */
+    int pong_status;     /* of the last one */
+    uint32_t copy_links; /* they may have memory of the owner mapped: the socket closes after them */
+    hixl_link **links;   /* that it uses */
     uint32_t link_count, link_room;
     bool todo_queued;
     hixl_peer *todo_next;

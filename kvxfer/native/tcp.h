@@ -384,13 +384,13 @@ void kvx_tcp_xfer_scan(tcp_conn *conn);                    /* look for cancelled
 void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno);
 void kvx_tcp_xfer_sweep(tcp_peer *peer, int status); /* complete what never started */
 
-/* tcp_stage.c; all on the connection's thread */
+/* tcp_stage.c; all on the connection's thread. A copy ends early (KVX_E_CANCELLED) when `unwanted` becomes true. */
 int32_t kvx_tcp_stage_device(const kvx_region *region); /* -1: not memory of a device */
 /* After kvx_tcp_tx_start: the payload comes from device memory. Not KVX_OK: the frame says so in its trailer. */
-int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region);
+int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted);
 /* rx_spans, set just now, are device memory: receive into the block; later copy from there to them. */
 int kvx_tcp_stage_expect(tcp_conn *conn, const kvx_region *region);
-int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region);
+int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted);
 void kvx_tcp_stage_free(tcp_stage *stage);
 
 /* tcp_owner.c; all on the engine's owner thread */

@@ -157,7 +157,10 @@ bool kvx_tcp_serve_next(tcp_conn *conn) {
         conn->tx.check = answer->frame.flags & KVX_FRAME_F_CHECK;
         conn->answering = answer;
         if (answer->holds && kvx_tcp_stage_device(answer->access.grant->region) >= 0) {
-            kvx_tcp_stage_out(conn, answer->access.grant->region);
+            const kvx_grant *grant = answer->access.grant;
+            if (kvx_tcp_stage_out(conn, grant->region, &grant->revoked) == KVX_E_CANCELLED) {
+                conn->tx.status = KVX_E_REVOKED;
+            }
         }
     }
     return conn->tx.active;
@@ -361,7 +364,9 @@ static bool put_staged(tcp_conn *conn, bool right) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, error, true);
         return false;
     }
-    put_release(conn, right ? kvx_tcp_stage_in(conn, conn->rx_access.grant->region) : KVX_OK);
+    const kvx_grant *grant = conn->rx_access.grant;
+    int status = right ? kvx_tcp_stage_in(conn, grant->region, &grant->revoked) : KVX_OK;
+    put_release(conn, status == KVX_E_CANCELLED ? KVX_E_REVOKED : status);
     return true;
 }
 

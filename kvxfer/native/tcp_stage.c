@@ -8,18 +8,21 @@
  * The copies are made on the connection's thread. Meanwhile the kernel goes on sending and receiving what its buffers
  * hold, and other connections of the peer are driven by other threads: that is the overlap. The access or the operation
  * stands until its copy has ended. A driver that does not say whether it has ended keeps the memory for good. */
+#define _GNU_SOURCE /* POLLRDHUP */
 #include "tcp.h"
 
+#include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "ascend.h"
 #include "device_memory.h"
 
-#define COPIES_BATCH_MIN 3 /* fewer are quicker one by one */
-#define PAUSE_NS         20000
-#define COPY_MS_MAX      10000
+#define YIELDS      100 /* looks at the driver, before it is given time */
+#define LOOK_ROUNDS 64  /* looks at the driver, for one at the rest */
+#define PAUSE_NS    20000
+#define COPY_MS_MAX 10000
 
 int32_t kvx_tcp_stage_device(const kvx_region *region) {
     return region != NULL && (region->flags & KVX_REGION_DEVICE) ? region->device : -1;
@@ -63,43 +66,56 @@ static int block_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t devic
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
 
-/* All entries have been queued, or some: waits until nothing of them moves. */
-static int batch_end(tcp_stage *stage, const kvx_ascend_api *api, int status) {
+static bool hung_up(int fd) {
+    struct pollfd look = {.fd = fd, .events = POLLRDHUP};
+    return poll(&look, 1, 0) == 1; /* resets are told without asking */
+}
+
+/* All entries have been queued, or some: waits until nothing of them moves. When nobody wants them any more they are
+ * stopped, also for a driver that stands still. KVX_PENDING: it does not say; they may move for ever. */
+static int batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_api *api, const _Atomic bool *unwanted,
+                     int status) {
     const struct timespec pause = {.tv_nsec = PAUSE_NS};
     uint64_t until_ms = kvx_now_ms() + COPY_MS_MAX;
-    int state = status;
-    while (status == KVX_OK && (state = api->stream_poll(stage->stream_device, stage->stream, NULL)) == KVX_PENDING &&
-           kvx_now_ms() < until_ms) {
-        nanosleep(&pause, NULL);
-    }
-    if (state == KVX_OK) {
-        return KVX_OK;
+    for (uint32_t round = 0; status == KVX_OK; round++) {
+        int state = api->stream_poll(stage->stream_device, stage->stream, NULL);
+        if (state == KVX_OK) {
+            return KVX_OK;
+        }
+        status = state != KVX_PENDING                                                 ? state
+                 : atomic_load(unwanted)                                              ? KVX_E_CANCELLED
+                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && hung_up(conn->fd)        ? KVX_E_PEER_LOST
+                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && kvx_now_ms() >= until_ms ? KVX_E_TIMEOUT
+                                                                                      : KVX_OK;
+        if (status == KVX_OK && round < YIELDS) {
+            sched_yield();
+        } else if (status == KVX_OK) {
+            nanosleep(&pause, NULL);
+        }
     }
     if (api->stream_abort(stage->stream_device, stage->stream, NULL) == KVX_E_TIMEOUT) {
         return KVX_PENDING;
     }
     stream_drop(stage, api);
-    return state == KVX_PENDING ? KVX_E_TIMEOUT : state;
+    return status;
 }
 
-static int batch(tcp_stage *stage, const kvx_ascend_api *api, int32_t device, const kvx_ascend_copy *copies,
-                 uint32_t count) {
+static int stream_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t device) {
     if (stage->stream != NULL && stage->stream_device != device) {
         stream_drop(stage, api);
     }
-    if (stage->stream == NULL) {
-        int status = api->stream_open(device, &stage->stream, NULL);
-        if (status != KVX_OK) {
-            stage->stream = NULL;
-            return status;
-        }
-        stage->stream_device = device;
+    if (stage->stream != NULL) {
+        return KVX_OK;
     }
-    return batch_end(stage, api, api->copy_batch(device, stage->stream, copies, count, NULL));
+    int status = api->stream_open(device, &stage->stream, NULL);
+    stage->stream = status == KVX_OK ? stage->stream : NULL;
+    stage->stream_device = device;
+    return status;
 }
 
-/* Between the block and the next spans->left bytes of the spans. KVX_PENDING: it may still move, for ever. */
-static int copy(tcp_stage *stage, int32_t device, const kvx_spans *spans, bool out) {
+/* Between the block and the next spans->left bytes of the spans. */
+static int copy(const tcp_conn *conn, tcp_stage *stage, int32_t device, const kvx_spans *spans, bool out,
+                const _Atomic bool *unwanted) {
     kvx_ascend_copy copies[KVX_STREAM_SEGMENTS_MAX];
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
     uint64_t left = spans->left, offset = spans->offset;
@@ -112,18 +128,16 @@ static int copy(tcp_stage *stage, int32_t device, const kvx_spans *spans, bool o
         block += length;
         left -= length;
     }
-    if (count >= COPIES_BATCH_MIN) {
-        return batch(stage, api, device, copies, count);
+    int status = stream_make(stage, api, device);
+    if (status != KVX_OK) {
+        return status;
     }
-    int status = KVX_OK;
-    for (uint32_t i = 0; status == KVX_OK && i < count; i++) {
-        status = api->copy(device, copies[i].target, copies[i].source, copies[i].length, NULL);
-    }
-    return status;
+    return batch_end(conn, stage, api, unwanted, api->copy_batch(device, stage->stream, copies, count, NULL));
 }
 
-static int copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *region, const kvx_spans *spans, bool out) {
-    int status = copy(stage, region->device, spans, out);
+static int copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *region, const kvx_spans *spans, bool out,
+                        const _Atomic bool *unwanted) {
+    int status = copy(conn, stage, region->device, spans, out, unwanted);
     if (status == KVX_PENDING) {
         kvx_arena_abandon(conn->tcp->core, region->arena_id);
         stage->block = NULL; /* left as it is, with its stream */
@@ -143,13 +157,13 @@ static kvx_spans block_spans(tcp_stage *stage, uint64_t length) {
     return (kvx_spans){.base = stage->block, .segments = &stage->whole, .left = length};
 }
 
-int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region) {
+int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted) {
     tcp_tx *tx = &conn->tx;
     tcp_stage *stage = &conn->tx_stage;
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
     KVX_ASSERT(tx->payload_length <= conn->tcp->frame_bytes);
     int status = api == NULL ? KVX_E_UNSUPPORTED : block_make(stage, api, region->device, conn->tcp->frame_bytes);
-    status = status == KVX_OK ? copy_counted(conn, stage, region, &tx->spans, true) : status;
+    status = status == KVX_OK ? copy_counted(conn, stage, region, &tx->spans, true, unwanted) : status;
     if (status == KVX_OK) {
         tx->spans = tx->crc_spans = block_spans(stage, tx->payload_length);
     } else { /* the head has promised a payload: the trailer says that it is none */
@@ -171,6 +185,6 @@ int kvx_tcp_stage_expect(tcp_conn *conn, const kvx_region *region) {
     return status;
 }
 
-int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region) {
-    return copy_counted(conn, &conn->rx_stage, region, &conn->rx_stage.target, false);
+int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted) {
+    return copy_counted(conn, &conn->rx_stage, region, &conn->rx_stage.target, false, unwanted);
 }

@@ -366,7 +366,9 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
         conn->tx.check = bulk && request->check;
         conn->tx.corrupt = bulk && request->corrupt;
         conn->sending = request;
-        int status = bulk && request->staged != NULL ? kvx_tcp_stage_out(conn, request->staged) : KVX_OK;
+        int status = bulk && request->staged != NULL
+                         ? kvx_tcp_stage_out(conn, request->staged, &request->xfer->op->cancelled)
+                         : KVX_OK;
         if (status != KVX_OK) {
             pthread_mutex_lock(&peer->lock);
             fail(request->xfer, status, 0, (int)request->segment);
@@ -513,7 +515,7 @@ void kvx_tcp_xfer_trailer(tcp_conn *conn) {
         status = KVX_E_INTEGRITY;
     }
     if (status == KVX_OK && request->staged != NULL && request->xfer != NULL) {
-        status = kvx_tcp_stage_in(conn, request->staged);
+        status = kvx_tcp_stage_in(conn, request->staged, &request->xfer->op->cancelled);
     }
     settle(conn, status, UINT32_MAX, 0);
 }

@@ -75,6 +75,11 @@ class Actor(Many):
             table.clear()
         gc.collect()
 
+    async def reopen_slow(self, transport: str, spec: str, socket: str) -> dict[str, Any]:
+        """The same worker with a slow transport, while others go on."""
+        await self.close()
+        return await self.open(socket, transports=[f"fault+{transport}"], fault_spec=spec)
+
     async def where(self) -> dict[str, Any]:
         """The node's addresses, waiting for the link to its daemon."""
         for _ in range(500):

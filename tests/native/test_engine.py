@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import os
 import threading
@@ -23,6 +24,7 @@ from kvxfer.errors import (
     InvalidLength,
     OutOfRange,
     OverlapError,
+    ReadOnlyError,
     ShmTooSmall,
     TooLarge,
     TransportUnavailable,
@@ -431,3 +433,39 @@ async def test_counters_file(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     engine.close()
     assert not path.exists()
+
+
+def protect(address: int, length: int, rights: int) -> None:
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), rights) == 0
+
+
+async def test_pages_that_a_put_could_not_write_are_refused(side: Side) -> None:
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 8 * page)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    protect(address + 5 * page, page, mmap.PROT_READ)
+    with pytest.raises(ReadOnlyError, match=f"not writable: the pages at {address + 5 * page:#x} may not") as caught:
+        side.engine.register(address, 8 * page)
+    assert caught.value.hint is not None
+    with pytest.raises(ReadOnlyError):
+        side.engine.register(address + 5 * page + 10, 1)
+    assert side.engine.counters().regions == 0
+    for offset in (0, 6 * page):  # up to the page, and from behind it
+        side.engine.register(address + offset, 2 * page)
+    side.engine.register(address + 4 * page, 2 * page, read_only=True)
+    protect(address + 5 * page, page, 0)
+    with pytest.raises(UsageError, match=f"the pages at {address + 5 * page:#x} may not be read"):
+        side.engine.register(address + 5 * page, page, read_only=True)
+    protect(address + 5 * page, page, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+async def test_a_file_that_is_mapped_for_reading_is_no_target(side: Side, tmp_path: Path) -> None:
+    place = tmp_path / "weights"
+    place.write_bytes(bytes(64 * KIB))
+    with place.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        view = np.frombuffer(memory, dtype=np.uint8)
+        with pytest.raises(ReadOnlyError):
+            side.engine.register(view.ctypes.data, 64 * KIB)
+        region = side.engine.register(view.ctypes.data, 64 * KIB, read_only=True)
+        await within(side.engine.release(region.id))
+        del view
