@@ -126,7 +126,7 @@ class DataPlane:
         self.unexpected = Unexpected()
         self._early: EarlyNotices[Event] = EarlyNotices()
         self._heard: set[int] = set()  # grants that somebody watches or has watched
-        self.stalls = StallWatch(config.stall_s, self._note_stalled)
+        self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
     @property
@@ -284,10 +284,6 @@ class DataPlane:
         """See `transfer.Canceller`."""
         if not self._closed:
             self.engine.note_late()
-
-    def _note_stalled(self, count: int) -> None:
-        if not self._closed:
-            self.engine.note_stalled(count)
 
     def _progress(self, transfer: Transfer) -> int | None:
         """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
