@@ -152,6 +152,13 @@ async def test_without_pinned_memory_the_block_is_plain() -> None:
         assert row.staged_bytes == MIB
 
 
+@simulated(HBM="64M", FAIL="memcpyasync:1+:107000,memcpybatch:1+:107000")
+async def test_a_driver_that_finds_us_wrong_is_no_fault_of_the_peers() -> None:
+    async with reaching("tcp:hbm-dram") as reach:
+        assert (await settled(reach.put(0, 0, MIB))).status == Status.DEVICE
+        assert (await settled(reach.notify(1))).status == 0  # it is an answer like others: the connection stays
+
+
 @simulated(HBM="64M", FAIL="memcpyasync:1+:507899,memcpybatch:1+:507899")
 async def test_a_driver_that_fails_says_so_on_either_side() -> None:
     for way in ("tcp:hbm-dram", "tcp:dram-hbm"):
