@@ -68,6 +68,7 @@ demo: build ## prefill in one process, decode in another, compare every token (A
 demo-ascend-sim: build ## the same between two simulated Ascend cards (needs g++; nothing it prints is about hardware)
 	@libraries=$$($(PY) -m tests.native.ascend_sim.build) && place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT
 	@KVXFER_CANN_LIBDIR=$$libraries KVXFER_SIM_DIR=$$place $(PY) examples/demo.py --memory hbm --transports hixl $(ARGS)
+	@! grep FAULT $$place/sim.log
 
 bench: build $(VENV)/.dev ## measure (ARGS are passed on)
 	@$(PY) -m benchmarks $(ARGS)

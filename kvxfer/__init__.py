@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvxfer.descriptors import RemoteDescriptor, Ticket
     from kvxfer.errors import BusyError, KvxferError, PeerError, TransferError, TransportError, UsageError
     from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
+    from kvxfer.many import Group, Move
     from kvxfer.planner import contiguous_layout
     from kvxfer.region import KVCache, Region, Span
     from kvxfer.transfer import Transfer
@@ -36,9 +37,11 @@ _HOME = {
     "Client": "kvxfer.client",
     "Config": "kvxfer.config",
     "Geometry": "kvxfer.geometry",
+    "Group": "kvxfer.many",
     "KVCache": "kvxfer.region",
     "KvxferError": "kvxfer.errors",
     "LayerPlacement": "kvxfer.geometry",
+    "Move": "kvxfer.many",
     "PeerError": "kvxfer.errors",
     "Region": "kvxfer.region",
     "RemoteDescriptor": "kvxfer.descriptors",
@@ -59,9 +62,11 @@ __all__ = [
     "Client",
     "Config",
     "Geometry",
+    "Group",
     "KVCache",
     "KvxferError",
     "LayerPlacement",
+    "Move",
     "PeerError",
     "Region",
     "RemoteDescriptor",

@@ -98,7 +98,7 @@ class Allocator:
         return info
 
     async def register(self, found: BorrowedMemory) -> RegionInfo:
-        """Memory that an accelerator's driver knows: it is asked, so not on the loop."""
+        """Memory of the caller. Page tables are walked and drivers asked, for seconds perhaps: not on the loop."""
         engine = self._engine
 
         def work() -> RegionInfo:

@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -38,21 +39,24 @@ from kvxfer.errors import (
 from kvxfer.geometry import BlockTable
 from kvxfer.link import LinkFacts
 from kvxfer.mailboxes import Mailboxes
+from kvxfer.many import Group, Move, check_moves
 from kvxfer.memory import at_address, borrow
 from kvxfer.native.engine import Engine, EngineConfig, OpKind
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
 from kvxfer.paths import counters_path, daemon_socket, engine_dir, socket_dir
 from kvxfer.peer import Peer, as_node
-from kvxfer.publish import Publication, Pull, Pulled, as_ticket
+from kvxfer.publish import Publication, Pull, Pulled, as_ticket, release_unread
 from kvxfer.push import Push
 from kvxfer.region import KVCache, Region, Span, check_span
+from kvxfer.registering import register_all
 from kvxfer.sharing import Share, lookup_descriptor, share_region
 from kvxfer.spans import SpanHandle, SpanLedger
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
 Node = str | Sequence[str]
+RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
 
 
 class Client:
@@ -74,7 +78,9 @@ class Client:
         self._entered = False
         self._pid = self._thread = 0
         self._allocator: Allocator | None = None
+        self._registration_failed = ""
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
         self.ledger = SpanLedger()
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -268,12 +274,31 @@ class Client:
             found = borrow(source, device=None if device is None else check_device(device))
             if memory != "dram" and memory != found.kind.word:
                 raise UsageError("this object is in other memory", memory=memory, found=found.kind.word)
-        if found.device is None:
-            info = plane.engine.register(found.address, found.length, read_only=found.read_only)
-        else:
-            assert self._allocator is not None
-            info = await self._allocator.register(found)
+        assert self._allocator is not None
+        info = await self._allocator.register(found)
         return Region(plane, info, found.array, found.owner)
+
+    async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
+        """`register` for each of them, or for none: what was registered before one failed is given back.
+
+        Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
+        what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
+        """
+        made = await register_all(lambda source: self.register(source, device=device), sources, self._not_registered)
+        self._registration_failed = ""
+        return made
+
+    def _not_registered(self, why: KvxferError) -> None:
+        self._registration_failed = f"memory could not be registered: {why}"
+
+    @property
+    def unready(self) -> str:
+        """Why this client should not be given work now; empty when it can work."""
+        if self._plane is None:
+            return "the client is not open"
+        if not self.control.connected:
+            return "there is no link to the daemon"
+        return self._registration_failed
 
     # -- one-sided ------------------------------------------------------------------------------------------
 
@@ -294,26 +319,43 @@ class Client:
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
             raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
-        return self._one_sided(
-            OpKind.PUT, source, target, target_offset, timeout, (0, notify) if visible else None, ACCESS_WRITE
-        )
+        part = self._part(OpKind.PUT, Move(source, target, target_offset), (0, notify) if visible else None)
+        return self.plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
 
     def get(
         self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
     ) -> Transfer:
         """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
-        return self._one_sided(OpKind.GET, target, source, source_offset, timeout, None, ACCESS_READ)
+        part = self._part(OpKind.GET, Move(target, source, source_offset))
+        return self.plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
 
-    def _one_sided(
-        self,
-        kind: OpKind,
-        local: Region | Span,
-        remote: RemoteDescriptor,
-        remote_offset: int,
-        timeout: float | None,
-        notify: tuple[int, int] | None,
-        right: int,
-    ) -> Transfer:
+    def put_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Write many spans, each ``Move(local, remote, remote_offset)``, and learn of each whether it arrived.
+
+        Awaiting the group raises `PartialTransfer` when only some did; ``group.retry_failed()`` moves the others again.
+        With ``atomic=True`` the first failure ends all and the whole group has failed.
+        """
+        return self._many(OpKind.PUT, moves, atomic, timeout)
+
+    def get_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Read many spans; see `put_many`."""
+        return self._many(OpKind.GET, moves, atomic, timeout)
+
+    def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None) -> Group:
+        def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
+            # Nothing begins before all of them make sense.
+            parts = [self._part(kind, move) for move in these]
+            left = self._limit(limit)
+            return [self.plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
+
+        return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
+
+    def _part(self, kind: OpKind, move: Move, notify: tuple[int, int] | None = None) -> Part:
+        local, remote, remote_offset = move.local, move.remote, move.remote_offset
+        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
         if isinstance(local, Span):
             region, offset, length = local.region, local.offset, local.length
         elif isinstance(local, Region):
@@ -328,7 +370,7 @@ class Client:
         check_span(remote_offset, length, remote.length, "the remote memory")
         if not remote.access & right:
             raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
-        part = Part(
+        return Part(
             kind=kind,
             region=region.id,
             descriptor=remote,
@@ -336,8 +378,6 @@ class Client:
             notify=notify,
             check=self.config.integrity,
         )
-        limit = self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
-        return plane.start((part,), timeout=limit, peer=remote.node_id)
 
     def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
         """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of
@@ -458,6 +498,25 @@ class Client:
         """
         limit = self._timeout(timeout)
         return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+
+    async def release(
+        self, ticket: Ticket | Publication | Mapping[str, Any] | str, *, timeout: float | None = None
+    ) -> None:
+        """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
+
+        Counts as one consumer, however often it is called; does nothing when the ticket is over already.
+        """
+        found = as_ticket(ticket)
+        if found.posting in self._released:
+            return
+        self._released[found.posting] = None
+        while len(self._released) > RELEASED_MAX:
+            self._released.popitem(last=False)
+        try:
+            await release_unread(self, found, self._deadline(timeout))
+        except BaseException:
+            self._released.pop(found.posting, None)  # it may be tried again
+            raise
 
     def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
         """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""

@@ -223,7 +223,7 @@ class Config:
         "",
         "Faults that `fault+NAME` transports inject, for tests: seed=1,delay_ms=0..50,fail_rate=0.1.",
         empty=True,
-        pattern=r"[a-z_]+=[0-9.]+(,[a-z_]+=[0-9.]+)*",
+        pattern=r"[a-z_]+=[0-9.+]+(,[a-z_]+=[0-9.+]+)*",
         expects="name=value pairs separated by commas",
     )
     spin_us: int = _int(
@@ -271,6 +271,9 @@ class Config:
         expects="the number of an accelerator",
     )
     integrity: bool = _option("bool", False, "Checksum every transfer end to end.")
+    ignore_fingerprint: bool = _option(
+        "bool", False, "Move a cache even when both sides name different models, revisions or quantisations."
+    )
     # -- admission --
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")
     window_bytes_max: int = _size(256 * MIB, 64 * KIB, 1 << 40, "Bytes in flight to one peer.")

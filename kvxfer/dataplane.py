@@ -22,6 +22,7 @@ from kvxfer.admission import Admission, Permit
 from kvxfer.choice import Choice
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.early import EarlyNotices, Unexpected
 from kvxfer.errors import (
     BusyError,
     ClosedError,
@@ -38,7 +39,7 @@ from kvxfer.errors import (
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
-from kvxfer.reach import Import, Reach
+from kvxfer.reach import Import, Reach, stale
 from kvxfer.stall import StallWatch
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
@@ -64,6 +65,7 @@ class Part:
     span: tuple[int, int, int] | None = None
     notify: tuple[int, int] | None = None
     check: bool = False
+    number: int | None = None  # among the several parts of a transfer: named in errors
 
     @property
     def size(self) -> int:
@@ -121,9 +123,16 @@ class DataPlane:
         self._next_op = 0
         self._closing = False
         self._closed = False
-        self.stalls = StallWatch(config.stall_s, self._note_stalled)
-        self.unexpected_notifications = 0
+        self.unexpected = Unexpected()
+        self._early: EarlyNotices[Event] = EarlyNotices()
+        self._heard: set[int] = set()  # grants that somebody watches or has watched
+        self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
         engine.attach(asyncio.get_running_loop(), self._on_event)
+
+    @property
+    def unexpected_notifications(self) -> int:
+        """Notices of peers that fitted nothing; `unexpected` has them by type and reason."""
+        return self.unexpected.total
 
     @property
     def choices(self) -> Mapping[tuple[str, str], Choice]:
@@ -177,8 +186,15 @@ class DataPlane:
         return len(self._regions.get(region.id, ())) > 1
 
     def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
-        """Call back for notifications through this grant, and when its last peer vanishes."""
+        """Call back for notifications through this grant, and when its last peer vanishes.
+
+        What came before anybody watched is told first, in the next turn of the loop.
+        """
         self._grant_watchers[grant] = callback
+        self._heard.add(grant)
+        loop = asyncio.get_running_loop()
+        for event in self._early.take(grant, loop.time(), self._given_up):
+            loop.call_soon(self._on_event, event)
 
     def watched(self, grant: int) -> bool:
         """Somebody is called back for this grant."""
@@ -195,6 +211,9 @@ class DataPlane:
     def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
         """The same without waiting: the future resolves when it is quiet."""
         self.unwatch(grant)
+        self._heard.discard(grant)
+        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
+            self._given_up("revoked", event)
         return self.engine.revoke(grant)
 
     def release(self, region: Region) -> asyncio.Future[Event]:
@@ -231,7 +250,8 @@ class DataPlane:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
-        for part in parts:
+        for number, part in enumerate(parts):
+            part.number = number if len(parts) > 1 else None
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
             if ready is not None:
@@ -264,10 +284,6 @@ class DataPlane:
         """See `transfer.Canceller`."""
         if not self._closed:
             self.engine.note_late()
-
-    def _note_stalled(self, count: int) -> None:
-        if not self._closed:
-            self.engine.note_stalled(count)
 
     def _progress(self, transfer: Transfer) -> int | None:
         """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
@@ -411,6 +427,8 @@ class DataPlane:
         """One part is over: its place in the window goes to whoever is next."""
         permit, work.permit = work.permit, None
         started = [] if permit is None else self._admission.done(permit)
+        if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
+            error.fields.setdefault("part", work.part.number)
         if error is None or not self._goes_on(work, token, moved_bytes, error):
             work.transfer.part_ended(token, moved_bytes, error)
         self._start_admitted(started)
@@ -471,6 +489,7 @@ class DataPlane:
             transport=ready.route.info.name,
             segment=event.segment if event.segment >= 0 else None,
         )
+        error = stale(error)
         if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
             self._reach.drop(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
@@ -521,10 +540,17 @@ class DataPlane:
             self._reach.peer_down(event.id)
             return
         watcher = self._grant_watchers.get(event.id)
-        if watcher is None:
-            self.unexpected_notifications += 1
-        else:
+        if watcher is not None:
             watcher(event)
+        elif event.kind == EventKind.GRANT_LOST:
+            return  # a peer that was told nothing else has gone: nobody asked to hear of it
+        elif event.id in self._heard:
+            self._given_up("nobody_listens", event)
+        else:
+            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._given_up)
+
+    def _given_up(self, reason: str, event: Event) -> None:
+        self.unexpected.add("notice", reason)
 
     async def aclose(self) -> None:
         """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""

@@ -8,6 +8,7 @@ parses the text. This module imports nothing of ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 Field = str | int | float | bool | None
@@ -266,9 +267,10 @@ class GeometryMismatch(TransferError):
 
 
 class PartialTransfer(TransferError):
-    """Some parts failed; ``fields['failed']`` lists them."""
+    """Some moves failed; ``fields['failed']`` lists their indexes, ``causes`` holds the error of each."""
 
     code = "partial"
+    causes: Mapping[int, KvxferError] = MappingProxyType({})
 
 
 class InjectedFault(TransferError):

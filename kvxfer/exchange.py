@@ -8,6 +8,7 @@ side is validated before it is used.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
-from kvxfer.geometry import BlockTable, CacheLayout, check_compatible
+from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
 from kvxfer.native.engine import MemoryKind, OpKind
 from kvxfer.planner import Plan, plan
 from kvxfer.region import KVCache
@@ -34,6 +35,8 @@ BLOCKS_INLINE_MAX = 8192
 SEGMENTS_INLINE_MAX = 16384
 BODY_BYTES_INLINE_MAX = 16 << 10
 T = TypeVar("T")
+
+log = logging.getLogger("kvxfer.exchange")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +102,17 @@ class Posting:
             ).require_inside()
 
 
-def complete_plan(source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable) -> Plan:
+def complete_plan(
+    source: CacheLayout,
+    source_table: BlockTable,
+    target: CacheLayout,
+    target_table: BlockTable,
+    ignore_fingerprint: bool = False,
+) -> Plan:
     """The plan, refused unless it fills every position that the target expects: the rest would be somebody's old
     bytes.
     """
-    check_compatible(source.geometry, target.geometry)
+    check_compatible(source.geometry, target.geometry, ignore_fingerprint=ignore_fingerprint)
     if not _covers(source_table, target_table):
         raise GeometryMismatch(
             "the source does not hold every token that the target expects",
@@ -112,7 +121,7 @@ def complete_plan(source: CacheLayout, source_table: BlockTable, target: CacheLa
             target=f"{target_table.first_token}..{target_table.first_token + target_table.tokens}",
         )
     try:
-        return plan(source, source_table, target, target_table)
+        return plan(source, source_table, target, target_table, ignore_fingerprint=ignore_fingerprint)
     except UsageError as wrong:
         # Our own half was checked before anything was claimed.
         raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
@@ -172,16 +181,23 @@ def _covers(source: BlockTable, target: BlockTable) -> bool:
 
 
 async def negotiate(
-    source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable
+    source: CacheLayout,
+    source_table: BlockTable,
+    target: CacheLayout,
+    target_table: BlockTable,
+    *,
+    ignore_fingerprint: bool = False,
 ) -> Plan:
-    """`complete_plan` that never holds the loop for long."""
+    """`complete_plan` that never holds the loop for long; an override of the operator is said aloud."""
+    conflict = fingerprint_conflict(source.geometry, target.geometry) if ignore_fingerprint else ""
+    if conflict:
+        log.warning("a cache is moved although the models differ (ignore_fingerprint is set): %s", conflict)
     blocks = len(source_table.blocks) + len(target_table.blocks)
     pieces = sum(
         min(source_table.tokens, target_table.tokens) // layout.geometry.block_tokens for layout in (source, target)
     )
-    return await off_loop(
-        blocks + pieces > BLOCKS_INLINE_MAX, complete_plan, source, source_table, target, target_table
-    )
+    heavy = blocks + pieces > BLOCKS_INLINE_MAX
+    return await off_loop(heavy, complete_plan, source, source_table, target, target_table, ignore_fingerprint)
 
 
 async def off_loop(heavy: bool, work: Callable[..., T], *arguments: Any) -> T:
@@ -259,6 +275,14 @@ def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) 
     ends = segments[:, 1] + segments[:, 2]
     if int(ends.max()) > limit or bool((ends < segments[:, 1]).any()):
         raise OutOfRange("the plan leaves the memory that the peer described", end=int(ends.max()), limit=limit)
+
+
+def of_layer(error: KvxferError, layer: int) -> KvxferError:
+    """The same error, which says now which layer it was; the other side gets to know it by its message."""
+    if "layer" not in error.fields:
+        error.fields["layer"] = layer
+        error.message = f"layer {layer}: {error.message}"
+    return error
 
 
 def layer_bytes(parts: Sequence[LayerPart]) -> int:

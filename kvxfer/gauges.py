@@ -13,6 +13,7 @@ from kvxfer.tally import BUCKETS_S
 from kvxfer.wire.session import VERSIONS
 
 if TYPE_CHECKING:
+    from kvxfer.config import Config
     from kvxfer.server import Server
 
 COUNTS = {
@@ -41,6 +42,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
+    yield ignore_fingerprint(server.config)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)
@@ -52,6 +54,12 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         yield Sample(name="kvxfer_unexpected", help=text, value=value, labels=labels, counter=True)
     text = "Times that an engine's counters could not be read."
     yield Sample(name="kvxfer_counters_unreadable", help=text, value=server.engines.unreadable, counter=True)
+
+
+def ignore_fingerprint(config: Config) -> Sample:
+    """The override of the operator, visible wherever it is set."""
+    text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
+    return Sample(name="kvxfer_ignore_fingerprint", help=text, value=config.ignore_fingerprint)
 
 
 def _links(server: Server) -> Iterator[Sample]:
@@ -98,6 +106,10 @@ def _claims(server: Server) -> Iterator[Sample | Distribution]:
         text = "Claims on postings of this node that ended, each one once: a push (offer) or a pull (ticket) is one."
         labels = {"kind": kind, "reason": reason}
         yield Sample(name="kvxfer_claims_ended", help=text, value=value, labels=labels, counter=True)
+    for (kind, reason), value in tally.refused.items():
+        text = "Claims on postings of this node that were refused at once; lease_expired: a read that came too late."
+        labels = {"kind": kind, "reason": reason}
+        yield Sample(name="kvxfer_claims_refused", help=text, value=value, labels=labels, counter=True)
     for kind, durations in tally.durations.items():
         yield Distribution(
             name="kvxfer_claim_seconds",

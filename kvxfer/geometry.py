@@ -198,6 +198,15 @@ def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: 
         _raise_mismatch("heads", _heads_text(source), _heads_text(target), "these two ranks have no kv head in common")
 
 
+def fingerprint_conflict(source: Geometry, target: Geometry) -> str:
+    """The first part in which two fingerprints differ, with both values; empty when none does or a side has none."""
+    if source.fingerprint and target.fingerprint:
+        for name, one, other in _fingerprint_parts(source.fingerprint, target.fingerprint):
+            if one != other:
+                return f"{name}: the source has {one!r}, the target {other!r}"
+    return ""
+
+
 def _fingerprint_parts(source: str, target: str) -> list[tuple[str, str, str]]:
     halves = [dict(item.split("=", 1) for item in text.split(";") if "=" in item) for text in (source, target)]
     names = sorted({*halves[0], *halves[1]})

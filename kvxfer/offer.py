@@ -183,7 +183,7 @@ class Landing:
             return
         tag = tags.unpack(event.tag)
         if tag.claim == 0 or (self._claim and tag.claim != self._claim):
-            self._client.plane.unexpected_notifications += 1
+            self._unexpected(tag, "other_claim")
             return
         self._claim = tag.claim
         if tag.kind == tags.LAYER and tag.layer < self._cache.layout.geometry.layers and tag.layer not in self._seen:
@@ -193,9 +193,14 @@ class Landing:
             self._commit(event.value)
         elif tag.kind == tags.ABORT:
             self._fail(cancelled_by_peer("the peer ended the push"))
+        elif tag.kind == tags.LAYER:
+            self._unexpected(tag, "repeated" if tag.layer in self._seen else "no_such_layer")
         else:
-            self._client.plane.unexpected_notifications += 1
+            self._unexpected(tag, "not_of_a_push")
         self._wake()
+
+    def _unexpected(self, tag: tags.Tag, reason: str) -> None:
+        self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), reason)
 
     def _commit(self, layers: int) -> None:
         if not layers == len(self._seen) == self._cache.layout.geometry.layers:

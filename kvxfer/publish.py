@@ -18,16 +18,20 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
+    BusyError,
     KvxferError,
+    LeaseExpired,
     PeerError,
+    PeerIncarnationMismatch,
     PeerLost,
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    UnknownTransfer,
     UsageError,
     from_code,
 )
-from kvxfer.exchange import Posting, Reaching, negotiate, prepared_layer
+from kvxfer.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan
@@ -184,12 +188,12 @@ class Publication:
             return  # a consumer vanished; another may come until the lease ends
         tag = tags.unpack(event.tag)
         if tag.kind != tags.RELEASE:
-            self._client.plane.unexpected_notifications += 1
+            self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), "not_of_a_pull")
         elif tag.claim in self._claims or not self._client.control.connected:
             self._release(tag.claim)
         else:
             # A consumer speaks for itself only, not for those to come. One whose announcement is late settles as well.
-            self._client.plane.unexpected_notifications += 1
+            self._client.plane.unexpected.add(tags.NAMES[tag.kind], "unknown_claim")
 
     def _on_posting(self, event: PostingEvent) -> None:
         if event.what == "claimed":
@@ -298,7 +302,10 @@ class Pull:
         peer: Posting | None = None
         try:
             peer = await Posting.receive(body)
-            mapping = await negotiate(peer.layout, peer.table, self._cache.layout, self._table)
+            lenient = self._client.config.ignore_fingerprint
+            mapping = await negotiate(
+                peer.layout, peer.table, self._cache.layout, self._table, ignore_fingerprint=lenient
+            )
             self._raise_if_failed()
             transport = await self._read(mapping, peer, deadline)
             await self._release(peer, claim, deadline)
@@ -345,7 +352,10 @@ class Pull:
         return transport
 
     async def _layer_done(self, layer: int, transfer: Transfer) -> None:
-        await transfer
+        try:
+            await transfer
+        except KvxferError as error:
+            raise (error if error is self._error else of_layer(error, layer)) from None
         self._bytes += transfer.bytes_done
         if self._on_layer is not None:
             self._on_layer(layer)
@@ -402,6 +412,24 @@ class Pull:
         finally:
             outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
             self._settle(claim, peer, outcome, error)
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    message = Claim(
+        node=ticket.addresses,
+        node_id=ticket.node_id,
+        incarnation=ticket.incarnation,
+        kind="ticket",
+        posting=ticket.posting,
+        secret=ticket.secret,
+    )
+    try:
+        claim, _ = await control.claim(message, deadline, lambda event: None)
+    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
+        return  # nobody holds anything for us any more
+    control.settle_in_background(claim, "done", None)
 
 
 def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:

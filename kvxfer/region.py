@@ -260,10 +260,9 @@ class Region:
             )
 
     def _begin_release(self) -> None:
-        waiting: list[asyncio.Future[Any]] = []
-        if self._plane.twins(self):
-            # The memory stays registered, so its descriptors do not end by themselves.
-            waiting += [self._plane.revoke_in_background(grant) for grant in self._grants]
+        # Where the memory stays registered (for a twin, perhaps one that is just being made), the descriptors of this
+        # region do not end by themselves.
+        waiting: list[asyncio.Future[Any]] = [self._plane.revoke_in_background(grant) for grant in self._grants]
         waiting.append(self._plane.release(self))
         lent = tuple(self._lent.values())
         self._quiet = asyncio.gather(*waiting)

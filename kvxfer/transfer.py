@@ -40,6 +40,7 @@ class Transfer:
         "_canceller",
         "_cancelling",
         "_error",
+        "_on_decided",
         "_on_settled",
         "_parts_left",
         "_settled",
@@ -58,6 +59,7 @@ class Transfer:
         self._canceller = canceller
         self._cancelling: KvxferError | None = None
         self._error: KvxferError | None = None
+        self._on_decided: Callable[[Transfer], None] | None = None
         self._on_settled: list[Callable[[Transfer], None]] = []
         self._settled: asyncio.Future[None] | None = None
         self._parts_left = parts
@@ -135,6 +137,13 @@ class Transfer:
             callback(self)
         else:
             self._on_settled.append(callback)
+
+    def on_decided(self, callback: Callable[[Transfer], None]) -> None:
+        """Call back, at the earliest in the next turn of the loop, when there is an outcome; for one listener."""
+        assert self._on_decided is None
+        self._on_decided = callback
+        if self.state != RUNNING:
+            asyncio.get_running_loop().call_soon(callback, self)
 
     def arm(self, timeout: float, loop: asyncio.AbstractEventLoop) -> None:
         """Start the deadline."""
@@ -219,6 +228,8 @@ class Transfer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._on_decided is not None:
+            asyncio.get_running_loop().call_soon(self._on_decided, self)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

@@ -31,7 +31,7 @@ LAYERS = (
     Layer(
         name="pure",
         modules=(
-            *("geometry", "planner", "admission", "spans", "timeline", "wire", "wire.*"),
+            *("geometry", "planner", "admission", "spans", "timeline", "early", "wire", "wire.*"),
             *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -61,7 +61,7 @@ LAYERS = (
                 "publish",
                 "adopt",
             ),
-            *("sharing", "notifications", "mailboxes", "peer", "client"),
+            *("sharing", "notifications", "mailboxes", "peer", "many", "registering", "client"),
         ),
     ),
     Layer(

@@ -4216,6 +4216,7 @@ static void _cffi_checkfld__kvx_mem_why(kvx_mem_why *p)
   (void)((p->total_bytes) | 0);  /* check that 'kvx_mem_why.total_bytes' is an integer */
   (void)((p->base) | 0);  /* check that 'kvx_mem_why.base' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_mem_why.length' is an integer */
+  (void)((p->required) | 0);  /* check that 'kvx_mem_why.required' is an integer */
   { char(*tmp)[256] = &p->text; (void)tmp; }
 }
 struct _cffi_align__kvx_mem_why { char x; kvx_mem_why y; };
@@ -4877,6 +4878,9 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "length", offsetof(kvx_mem_why, length),
               sizeof(((kvx_mem_why *)0)->length),
               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+  { "required", offsetof(kvx_mem_why, required),
+                sizeof(((kvx_mem_why *)0)->required),
+                _CFFI_OP(_CFFI_OP_NOOP, 47) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
             _CFFI_OP(_CFFI_OP_NOOP, 336) },
@@ -5105,23 +5109,23 @@ static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
   { "kvx_import_info", 383, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 130, 4 },
   { "kvx_mem_why", 384, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 134, 8 },
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 134, 9 },
   { "kvx_region_info", 385, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 142, 9 },
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 143, 9 },
   { "kvx_register_args", 386, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 151, 5 },
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 152, 5 },
   { "kvx_remote", 387, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 156, 5 },
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 157, 5 },
   { "kvx_segment", 388, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 161, 3 },
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 162, 3 },
   { "kvx_space", 389, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
   { "kvx_submit_args", 390, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 164, 7 },
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 165, 7 },
   { "kvx_transport_counters", 391, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 171, 27 },
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 172, 27 },
   { "kvx_transport_info", 394, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 198, 9 },
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 199, 9 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {

@@ -372,13 +372,15 @@ static kvx_arena *arena_find(kvx_core *core, uint64_t id) {
     return arena;
 }
 
-void kvx_arena_keep(kvx_core *core, uint64_t id) {
+bool kvx_arena_keep(kvx_core *core, uint64_t id) {
     pthread_mutex_lock(&lock);
     kvx_arena *arena = arena_find(core, id);
-    if (arena != NULL) {
+    bool ours = arena != NULL && arena->space != NULL;
+    if (ours) {
         arena->kept = true;
     }
     pthread_mutex_unlock(&lock);
+    return ours;
 }
 
 void kvx_arena_abandon(kvx_core *core, uint64_t id) {

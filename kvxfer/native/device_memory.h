@@ -24,9 +24,9 @@ int kvx_arena_adopt(kvx_core *core, const kvx_register_args *args, kvx_region *r
 void kvx_arena_give(kvx_arena *arena, uint8_t *base);
 /* The region is gone, but Python still looks at these bytes: they stay taken until kvx_mem_unview. */
 void kvx_arena_haunt(kvx_arena *arena, uint8_t *base);
-/* A library does not let go of its registration: keep the arena when it is empty, for the next allocations. Memory of
- * the application is not ours to keep. */
-void kvx_arena_keep(kvx_core *core, uint64_t id);
+/* A library does not let go of its registration, or a process may have it mapped: keep the arena when it is empty, for
+ * the next allocations. False: memory of the application is not ours to keep. */
+bool kvx_arena_keep(kvx_core *core, uint64_t id);
 /* Something may still move in it, and the process has no way to stop that: never give it back. */
 void kvx_arena_abandon(kvx_core *core, uint64_t id);
 /* The engine ends: arenas that are still looked at live on without it, all others are empty by now. */

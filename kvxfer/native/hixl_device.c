@@ -2,7 +2,7 @@
  *
  * An engine is opened with the first region of its device. What is registered is the arena around a region, once. The
  * library refuses to forget memory while anybody is connected; an arena that it will not let go of stays allocated and
- * registered, and serves the next allocations. */
+ * registered, and serves the next allocations. So does one that a process of this host may have mapped. */
 #define _GNU_SOURCE
 #include "hixl.h"
 
@@ -62,7 +62,6 @@ int kvx_hixl_devices_open(hixl_transport *hixl, char *why, size_t why_size) {
         device->hixl = hixl;
         device->index = (int32_t)i;
         device->wake_fd = kvx_core_wake_fd(hixl->core, hixl->slot, i + 1);
-        device->pace_ns = HIXL_POLL_MIN_NS;
         pthread_mutex_init(&device->open_lock, NULL);
         if (hixl->api->device_physical(device->index, &device->physical, NULL) != KVX_OK) {
             device->physical = -1 - device->index; /* unknown: equal to no other */
@@ -231,10 +230,13 @@ void kvx_hixl_region_forget(hixl_transport *hixl, const kvx_region *region) {
     }
     hixl_arena *arena = *at;
     bool last = arena != NULL && --arena->users == 0;
+    bool mapped = last && arena->told != 0;
     pthread_mutex_unlock(&hixl->lock);
-    if (last && hixl->api->mem_deregister(device->engine, arena->handle, &raw) != KVX_OK) {
+    if (mapped && kvx_arena_keep(hixl->core, arena->id)) {
         last = false;
-        kvx_arena_keep(hixl->core, arena->id);
+    } else if (last && hixl->api->mem_deregister(device->engine, arena->handle, &raw) != KVX_OK) {
+        last = false;
+        (void)kvx_arena_keep(hixl->core, arena->id);
     }
     if (last) {
         pthread_mutex_lock(&hixl->lock);
@@ -244,6 +246,9 @@ void kvx_hixl_region_forget(hixl_transport *hixl, const kvx_region *region) {
         }
         *at = arena->next;
         device->arena_count--;
+        for (hixl_conn *conn = hixl->conns; conn != NULL && arena->told != 0; conn = conn->next) {
+            arena->told -= kvx_table_remove(&conn->told, arena->id) != NULL;
+        }
         pthread_mutex_unlock(&hixl->lock);
         arena_free(device, arena);
     }
@@ -329,9 +334,9 @@ static void device_close(hixl_device *device) {
     while (device->arenas != NULL) {
         hixl_arena *arena = device->arenas;
         device->arenas = arena->next;
-        if (gone) {
+        if (gone && arena->told == 0) {
             arena_free(device, arena);
-        } else { /* something may still move there, and the engine stays as it is */
+        } else { /* something may still move there, or a neighbour has it mapped: it stays as it is */
             kvx_arena_abandon(hixl->core, arena->id);
             free(arena);
         }

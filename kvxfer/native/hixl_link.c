@@ -152,7 +152,7 @@ static void ping(hixl_link *link, uint64_t now_ms) {
     link->ping_peer = found;
     if (found != NULL) {
         link->ping_number = ++found->pings;
-        kvx_frame frame = {.type = KVX_FRAME_PING, .op = link->ping_number};
+        kvx_frame frame = {.type = KVX_FRAME_PING, .op = link->ping_number, .value = (uint32_t)link->physical};
         kvx_hixl_send(found->conn, &frame, NULL, NULL);
     }
     pthread_mutex_unlock(&hixl->lock);
@@ -230,9 +230,10 @@ void kvx_hixl_link_turn(hixl_link *link, uint64_t now_ms) {
         const hixl_peer *peer = link->ping_peer;
         bool lost = peer == NULL || peer->lost || peer->closing;
         bool answered = !lost && peer->pongs >= link->ping_number;
+        int status = lost ? KVX_E_PEER_LOST : peer->pong_status;
         pthread_mutex_unlock(&hixl->lock);
         if (lost || answered) {
-            link_do(link, hixl_machine_pong(&link->machine, now_ms, lost ? KVX_E_PEER_LOST : KVX_OK), now_ms);
+            link_do(link, hixl_machine_pong(&link->machine, now_ms, status), now_ms);
         }
     }
     link_do(link, hixl_machine_time(&link->machine, now_ms), now_ms);
@@ -273,7 +274,7 @@ static int route_for(hixl_device *device, const hixl_location *location, hixl_ro
     return here && device->physical == location->physical ? KVX_E_UNSUPPORTED : KVX_OK;
 }
 
-static hixl_link *link_new(hixl_device *device, hixl_route route, const char *name) {
+static hixl_link *link_new(hixl_device *device, hixl_route route, const char *name, hixl_peer *copier) {
     const kvx_engine_config *config = device->hixl->config;
     hixl_link *link = device->link_count >= HIXL_LINKS_MAX ? NULL : calloc(1, sizeof *link);
     if (link == NULL) {
@@ -281,6 +282,7 @@ static hixl_link *link_new(hixl_device *device, hixl_route route, const char *na
     }
     link->device = device;
     link->route = route;
+    link->copier = copier;
     link->window = HIXL_WINDOW_MIN;
     memcpy(link->remote, name, strlen(name));
     hixl_machine_init(&link->machine, route == HIXL_BY_NETWORK, config->connect_ms, config->connect_ms,
@@ -302,10 +304,12 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
         if (status != KVX_OK) {
             return status;
         }
-        for (link = device->links; link != NULL && strcmp(link->remote, name) != 0;) {
+        hixl_peer *copier = route == HIXL_BY_COPY ? import->peer : NULL;
+        link = device->links;
+        while (link != NULL && (strcmp(link->remote, name) != 0 || link->copier != copier)) {
             link = link->next;
         }
-        if (link == NULL && (link = link_new(device, route, name)) == NULL) {
+        if (link == NULL && (link = link_new(device, route, name, copier)) == NULL) {
             return device->link_count >= HIXL_LINKS_MAX ? KVX_E_LIMIT : KVX_E_NOMEM;
         }
         pthread_mutex_lock(&hixl->lock);
@@ -315,6 +319,7 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
             return KVX_E_NOMEM;
         }
         import->links[device->index] = link;
+        link->physical = location->physical;
         if (link->epoch != location->epoch) { /* another process answers to that name now */
             link->epoch = location->epoch;
             link->known_version = 0;
@@ -374,6 +379,19 @@ bool kvx_hixl_link_over(const hixl_link *link) {
            link->call == NULL;
 }
 
+static void mapped_no_more(hixl_link *link) {
+    hixl_peer *peer = link->copier;
+    hixl_transport *hixl = link->device->hixl;
+    if (peer == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&hixl->lock);
+    if (--peer->copy_links == 0 && (peer->lost || peer->closing)) {
+        kvx_hixl_todo(peer);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+}
+
 void kvx_hixl_link_free(hixl_link *link) {
     hixl_device *device = link->device;
     hixl_link **at = &device->links;
@@ -382,7 +400,10 @@ void kvx_hixl_link_free(hixl_link *link) {
     }
     *at = link->next;
     device->link_count--;
-    maps_drop(link);
+    if (link->machine.state == HIXL_DOWN) { /* otherwise its stream may still use them */
+        maps_drop(link);
+        mapped_no_more(link);
+    }
     free(link);
 }
 

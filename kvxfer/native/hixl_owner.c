@@ -119,6 +119,28 @@ static int locate(hixl_transport *hixl, const kvx_access *access, hixl_location 
     return KVX_OK;
 }
 
+/* The peer may map this arena from now on, until its side link ends. False: out of memory, it has to go another way. */
+static bool tell(hixl_conn *conn, hixl_arena *arena) {
+    if (kvx_table_get(&conn->told, arena->id) != NULL) {
+        return true;
+    }
+    if (!kvx_table_reserve(&conn->told, 1)) {
+        return false;
+    }
+    kvx_table_put(&conn->told, arena->id, arena);
+    arena->told++;
+    return true;
+}
+
+/* Its end of the side link is closed, which comes after the last thing that it had mapped. */
+static void untell(hixl_conn *conn) {
+    hixl_arena *arena;
+    while ((arena = kvx_table_any(&conn->told)) != NULL) {
+        kvx_table_remove(&conn->told, arena->id);
+        arena->told--;
+    }
+}
+
 static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *location) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
@@ -131,10 +153,13 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     if (status == KVX_OK && !attach_new(conn, frame, access->grant)) {
         status = KVX_E_NOMEM;
     }
+    hixl_arena *arena = NULL;
     bool neighbour = memcmp(kvx_rx_units(&conn->rx), hixl->boot_id, sizeof hixl->boot_id) == 0;
     if (status == KVX_OK && neighbour && !(hixl->config->flags & KVX_ENGINE_NO_IPC)) {
         const kvx_region *region = access->grant->region;
-        const hixl_arena *arena = kvx_hixl_arena_of(kvx_hixl_device_of(hixl, region), region);
+        arena = (hixl_arena *)(uintptr_t)kvx_hixl_arena_of(kvx_hixl_device_of(hixl, region), region);
+    }
+    if (arena != NULL && arena->key[0] != '\0' && tell(conn, arena)) {
         memcpy(location->key, arena->key, sizeof arena->key);
     }
     return status;
@@ -258,6 +283,17 @@ void kvx_hixl_owner_held(hixl_conn *conn) {
     }
 }
 
+/* Is the device well that whoever asks wants to connect to? */
+static int health(const hixl_transport *hixl, uint64_t physical) {
+    for (uint32_t i = 0; i < hixl->device_count; i++) {
+        const hixl_device *device = &hixl->devices[i];
+        if ((uint32_t)device->physical == physical && hixl->api->device_healthy(device->index, NULL) != KVX_OK) {
+            return KVX_E_DEVICE;
+        }
+    }
+    return KVX_OK;
+}
+
 bool kvx_hixl_owner_frame(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
@@ -271,7 +307,7 @@ bool kvx_hixl_owner_frame(hixl_conn *conn) {
         return on_notify(conn);
     case KVX_FRAME_PING:
         if (conn->proved) {
-            kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op};
+            kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op, .status = health(hixl, frame->value)};
             pthread_mutex_lock(&hixl->lock);
             kvx_hixl_send(conn, &answer, NULL, NULL);
             pthread_mutex_unlock(&hixl->lock);
@@ -293,7 +329,7 @@ void kvx_hixl_owner_hang_up(hixl_conn *conn) {
         return;
     }
     pthread_mutex_lock(&hixl->lock);
-    bool may_move = conn->attached.count != 0;
+    bool may_move = conn->attached.count != 0 || conn->told.count != 0;
     if (conn->fd >= 0) {
         (void)shutdown(conn->fd, SHUT_WR);
     }
@@ -325,6 +361,9 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
         __atomic_fetch_sub(&hixl->counters->peers_accepted, 1, __ATOMIC_RELAXED);
     }
     kvx_hixl_conn_close(conn);
+    if (proof || conn->said_bye) {
+        untell(conn);
+    }
     hixl_attach *attach;
     while ((attach = kvx_table_any(&conn->attached)) != NULL) {
         attach_leave(attach, !conn->said_bye);
@@ -355,9 +394,31 @@ static hixl_conn *reaching_in(hixl_transport *hixl) {
     return conn;
 }
 
-/* The progress threads are gone. Peers get a moment to stop; then our engines go, and with them the way in. */
+static hixl_conn *mapping(hixl_transport *hixl) {
+    hixl_conn *conn = hixl->conns;
+    while (conn != NULL && conn->told.count == 0) {
+        conn = conn->next;
+    }
+    return conn;
+}
+
+/* Until none is left that `find` finds, or it is late. */
+static void wait_for_peers(hixl_transport *hixl, hixl_conn *(*find)(hixl_transport *), uint64_t until_ms) {
+    hixl_conn *conn;
+    uint64_t now_ms = kvx_now_ms();
+    for (; (conn = find(hixl)) != NULL && now_ms < until_ms; now_ms = kvx_now_ms()) {
+        struct pollfd ready = {.fd = conn->fd, .events = POLLIN};
+        conn->held = conn->stopped = false;
+        if (poll(&ready, 1, (int)(until_ms - now_ms)) > 0) {
+            kvx_hixl_conn_event(conn, (uint32_t)ready.revents);
+        }
+    }
+}
+
+/* The progress threads are gone. Peers get a moment to stop, and those that may have our memory mapped another one to
+ * hang up; then our engines go, and with them the way in. What may still be mapped then is never freed. */
 void kvx_hixl_owner_close(hixl_transport *hixl) {
-    uint64_t now_ms = kvx_now_ms(), until_ms = now_ms + hixl->config->cancel_ms;
+    uint64_t until_ms = kvx_now_ms() + hixl->config->cancel_ms;
     pthread_mutex_lock(&hixl->lock);
     hixl->closing = true;
     for (hixl_conn *conn = hixl->conns; conn != NULL; conn = conn->next) {
@@ -369,20 +430,20 @@ void kvx_hixl_owner_close(hixl_transport *hixl) {
         }
     }
     pthread_mutex_unlock(&hixl->lock);
-    hixl_conn *conn;
-    for (; (conn = reaching_in(hixl)) != NULL && now_ms < until_ms; now_ms = kvx_now_ms()) {
-        struct pollfd ready = {.fd = conn->fd, .events = POLLIN};
-        conn->held = conn->stopped = false;
-        if (poll(&ready, 1, (int)(until_ms - now_ms)) > 0) {
-            kvx_hixl_conn_event(conn, (uint32_t)ready.revents);
-        }
-    }
-    while (hixl->conns != NULL) {
+    wait_for_peers(hixl, reaching_in, until_ms);
+    for (hixl_conn *conn = hixl->conns, *next; conn != NULL; conn = next) {
+        next = conn->next;
         kvx_frame bye = {.type = KVX_FRAME_BYE};
         pthread_mutex_lock(&hixl->lock);
-        kvx_hixl_send(hixl->conns, &bye, NULL, NULL);
+        kvx_hixl_send(conn, &bye, NULL, NULL);
         pthread_mutex_unlock(&hixl->lock);
-        kvx_hixl_owner_end(hixl->conns, true);
+        if (conn->told.count != 0) {
+            kvx_hixl_owner_hang_up(conn);
+        }
+    }
+    wait_for_peers(hixl, mapping, until_ms);
+    while (hixl->conns != NULL) {
+        kvx_hixl_owner_end(hixl->conns, hixl->conns->told.count == 0);
     }
     for (uint32_t i = 0; i < hixl->grants.capacity;) { /* those of silent hosts */
         hixl_attach *attach = hixl->grants.keys[i] != 0 ? hixl->grants.values[i] : NULL;

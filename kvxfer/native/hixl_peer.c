@@ -170,8 +170,10 @@ static void links_leave(hixl_peer *peer) {
             link->ping_peer = NULL;
         }
     }
+    if (peer->link_count != 0) {
+        kvx_hixl_devices_wake(peer->hixl);
+    }
     peer->link_count = 0;
-    kvx_hixl_devices_wake(peer->hixl);
 }
 
 bool kvx_hixl_link_use(hixl_peer *peer, hixl_link *link) {
@@ -190,6 +192,7 @@ bool kvx_hixl_link_use(hixl_peer *peer, hixl_link *link) {
         peer->link_room = room;
     }
     peer->links[peer->link_count++] = link;
+    peer->copy_links += link->copier == peer;
     link->users++;
     return true;
 }
@@ -237,11 +240,17 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
     bool closing = peer->closing;
     bool loses = ended && peer->lost && !peer->lost_told;
     peer->lost_told |= loses;
+    if (ended) {
+        links_leave(peer);
+    }
+    bool mapped = peer->copy_links != 0;
     pthread_mutex_unlock(&hixl->lock);
     if (!ended) {
         return; /* the last op that completes calls again */
     }
-    conn_drop(peer, closing);
+    if (!mapped) {
+        conn_drop(peer, closing);
+    }
     if (loses) {
         if (peer->connected) {
             kvx_peer_lost(peer->peer, peer->status);
@@ -249,10 +258,10 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
             connect_end(peer, peer->status, peer->sys_errno);
         }
     }
-    pthread_mutex_lock(&hixl->lock);
-    if (ended) {
-        links_leave(peer);
+    if (mapped) {
+        return; /* its last link by copy calls again */
     }
+    pthread_mutex_lock(&hixl->lock);
     closing = peer->closing;
     if (closing) {
         peer_unlink(peer);
@@ -475,6 +484,7 @@ bool kvx_hixl_peer_frame(hixl_conn *conn) {
         pthread_mutex_lock(&hixl->lock);
         bool expected = conn->rx.frame.op == conn->peer->pongs + 1 && conn->peer->pongs < conn->peer->pings;
         conn->peer->pongs += expected;
+        conn->peer->pong_status = conn->rx.frame.status;
         kvx_hixl_devices_wake(hixl);
         pthread_mutex_unlock(&hixl->lock);
         return expected;

@@ -119,6 +119,7 @@ hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd) {
 
 void kvx_hixl_conn_free(hixl_conn *conn) {
     kvx_table_free(&conn->attached);
+    kvx_table_free(&conn->told);
     free(conn->tx);
     free(conn);
 }

@@ -149,6 +149,36 @@ static int insert_locked(kvx_core *core, region_box *box) {
     return KVX_OK;
 }
 
+/* What the transports say that they can register. */
+static int fits(const kvx_core *core, const kvx_region *region, kvx_mem_why *why) {
+    for (uint32_t i = 0; i < core->slot_count; i++) {
+        const kvx_transport_info *info = &core->slots[i].info;
+        uint64_t over = info->alignment > 1 ? (uint64_t)(uintptr_t)region->base % info->alignment : 0;
+        if (over != 0) {
+            why->required = info->alignment;
+            snprintf(why->text, sizeof(why->text), "the address is %llu bytes past a multiple of %llu, as %s needs it",
+                     (unsigned long long)over, (unsigned long long)info->alignment, info->name);
+            return KVX_E_ALIGN;
+        }
+        if (region->length > info->region_bytes_max) {
+            why->required = info->region_bytes_max;
+            snprintf(why->text, sizeof(why->text), "%s registers at most %llu bytes at a time", info->name,
+                     (unsigned long long)info->region_bytes_max);
+            return KVX_E_LIMIT;
+        }
+    }
+    return KVX_OK;
+}
+
+/* The alignment that suits all of them. */
+static uint64_t alignment_of(const kvx_core *core) {
+    uint64_t most = (uint64_t)sysconf(_SC_PAGESIZE);
+    for (uint32_t i = 0; i < core->slot_count; i++) {
+        most = core->slots[i].info.alignment > most ? core->slots[i].info.alignment : most;
+    }
+    return most;
+}
+
 /* Tells every transport about an inserted region; on failure takes all of it back (the box stays the caller's). */
 static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p) {
     uint32_t told = 0;
@@ -249,6 +279,8 @@ static int register_known(kvx_core *core, const kvx_register_args *args, kvx_reg
                 other->state == REGION_LIVE;
     if (!same) {
         why->conflict = region->id;
+        why->base = (uint64_t)(uintptr_t)region->base;
+        why->length = region->length;
     }
     return same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
 }
@@ -265,6 +297,7 @@ static int register_new(kvx_core *core, region_box *box, const kvx_register_args
         status = kvx_arena_adopt(core, args, &box->region, &box->arena, why);
     }
     box->region.flags |= args->read_only ? KVX_REGION_READ_ONLY : 0;
+    status = status == KVX_OK ? fits(core, &box->region, why) : status;
     if (status == KVX_OK) {
         kvx_lock(core);
         status = register_known(core, args, info_p, why); /* somebody may have been faster */
@@ -367,8 +400,33 @@ static void pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
     }
 }
 
+/* Maps the file at a multiple of `alignment`, a power of two. */
+static void *map_aligned(int fd, uint64_t length, uint64_t alignment) {
+    if (alignment <= (uint64_t)sysconf(_SC_PAGESIZE)) {
+        return mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    }
+    uint8_t *room = mmap(NULL, length + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) {
+        return MAP_FAILED;
+    }
+    uint64_t skip = (alignment - (uint64_t)(uintptr_t)room % alignment) % alignment;
+    void *base = mmap(room + skip, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (base == MAP_FAILED) {
+        int kept = errno;
+        munmap(room, length + alignment);
+        errno = kept;
+        return MAP_FAILED;
+    }
+    if (skip != 0) {
+        munmap(room, skip);
+    }
+    munmap(room + skip + length, alignment - skip);
+    return base;
+}
+
 /* Fills box->region and mapped_length from a new memfd. */
-static int backing_make(region_box *box, uint64_t length, int32_t numa_node, bool huge, int *errno_p) {
+static int backing_make(const kvx_core *core, region_box *box, uint64_t length, int32_t numa_node, bool huge,
+                        int *errno_p) {
     uint64_t page = huge ? HUGE_BYTES : (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t rounded = (length + page - 1) & ~(page - 1);
     int fd = memfd_open(huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0);
@@ -381,7 +439,7 @@ static int backing_make(region_box *box, uint64_t length, int32_t numa_node, boo
     if (ftruncate(fd, (off_t)rounded) != 0) {
         *errno_p = errno;
         status = errno == EFBIG || errno == EINVAL ? KVX_E_LENGTH : KVX_E_SYSTEM;
-    } else if ((base = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)) == MAP_FAILED) {
+    } else if ((base = map_aligned(fd, rounded, huge ? 0 : alignment_of(core))) == MAP_FAILED) {
         *errno_p = errno;
         status = errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
     } else {
@@ -425,12 +483,12 @@ static int backing_choose(kvx_core *core, region_box *box, uint64_t length, int3
     if (length >= HUGE_BYTES && !(core->config.flags & KVX_ENGINE_NO_HUGE)) {
         uint64_t free_pages = read_number("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 0);
         if (free_pages >= (length + HUGE_BYTES - 1) / HUGE_BYTES &&
-            backing_make(box, length, numa_node, true, errno_p) == KVX_OK) {
+            backing_make(core, box, length, numa_node, true, errno_p) == KVX_OK) {
             return KVX_OK;
         }
     }
     int status = space_check(length, errno_p);
-    return status == KVX_OK ? backing_make(box, length, numa_node, false, errno_p) : status;
+    return status == KVX_OK ? backing_make(core, box, length, numa_node, false, errno_p) : status;
 }
 
 /* From an arena; when the device is full and the caller agreed, from pinned host memory. */
@@ -488,9 +546,12 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
         free(box);
         return status;
     }
-    kvx_lock(core);
-    status = core->closing ? KVX_E_CLOSED : insert_locked(core, box);
-    kvx_unlock(core);
+    status = fits(core, &box->region, why);
+    if (status == KVX_OK) {
+        kvx_lock(core);
+        status = core->closing ? KVX_E_CLOSED : insert_locked(core, box);
+        kvx_unlock(core);
+    }
     if (status == KVX_OK) {
         status = announce(core, box, info_p);
     }

@@ -61,14 +61,22 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     fields["vendor_status"] = why.raw or None
     if status == Status.OVERLAP:
         fields["conflict"] = why.conflict or None
+        if why.conflict and why.length:
+            fields["conflict_address"], fields["conflict_length"] = hex(why.base), why.length
     if status == Status.DEVICE_MEMORY and why.total_bytes:
         fields["free_bytes"], fields["total_bytes"] = why.free_bytes, why.total_bytes
     if isinstance(fields.get("address"), int) and status != Status.ALIGN:
         fields["address"] = hex(int(fields["address"] or 0))
     hint = _HINTS.get(Status(status)) if status in _HINTS and fields.get("device") is not None else None
-    if status == Status.ALIGN:
+    if status == Status.ALIGN and why.required:
+        fields["required"], fields["got"] = why.required, int(fields["address"] or 0) & -int(fields["address"] or 1)
+        fields["address"] = hex(int(fields["address"] or 0))
+        hint = "alloc() gives memory that suits every transport in use"
+    elif status == Status.ALIGN:
         boundary, hint = _alignment(why, fields)
         text = text or boundary
+    if status == Status.LIMIT and why.required:
+        fields["limit"], hint = why.required, "register the memory in several pieces (register_many)"
     error = error_for(status, sys_errno=why.sys_errno, what=what)
     error.fields |= fields
     if status == Status.READ_ONLY and what == "register":
@@ -127,6 +135,8 @@ def register(
         fields: dict[str, Field] = {"length": length}
         if device >= 0:
             fields |= {"address": address, "memory": kind.word, "device": device}
+        elif status == Status.ALIGN:
+            fields["address"] = address
         raise memory_error(ffi, status, why, "register", **fields)
     return region_info(info)
 

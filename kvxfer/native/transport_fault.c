@@ -10,13 +10,17 @@
  *   hang_rate=P     an operation does nothing until it is cancelled or its peer is closed
  *   flip_rate=P     one bit of the first byte delivered is wrong (a checked operation notices)
  *   short_rate=P    only a part moves, nobody is notified, and the operation ends with KVX_E_INJECTED
- *   fail_op=K       like fail_rate, for the Kth operation (from 1) alone
+ *   fail_op=K       like fail_rate, for the Kth operation (from 1) alone; K+K+...: for each of these
  *   hang_op=K       like hang_rate, for the Kth operation alone
  *   refuse_op=K     the Kth operation is not even taken: its submit fails with KVX_E_INJECTED
  *   stuck_ms=N      an operation does nothing for so long, deaf to its cancel, and then moves its bytes all the same
  *   stuck_ops=N     that happens to the first N operations only
  *   chunk_bytes=N   an operation moves in pieces of so many bytes (at most), never in the caller's thread
  *   chunk_ms=N      the pause before each piece
+ *   register_fail=K the Kth registration of memory (from 1) fails for want of memory
+ *   register_ms=N   a registration of memory takes so long
+ *   region_max=N    no region may be longer
+ *   align=N         every region begins at a multiple of this power of two
  *
  * P is from 0 to 1 in decimal digits. One throw decides each rate, in this order; the first that hits is what happens.
  */
@@ -24,6 +28,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "transport.h"
 
@@ -31,6 +36,7 @@
 #define RATE_ONE     UINT64_C(1000000000)
 #define DELAY_MS_MAX UINT64_C(600000)
 #define RETRY_MS     1
+#define FAIL_OPS_MAX 8
 
 enum fate { FATE_PASS, FATE_FAIL, FATE_HANG, FATE_FLIP, FATE_SHORT, FATE_REFUSE, FATE_STUCK };
 
@@ -60,8 +66,11 @@ typedef struct fault_transport {
     bool limited;
     uint64_t fail_after;
     uint64_t fail_rate, hang_rate, flip_rate, short_rate; /* of RATE_ONE */
-    uint64_t fail_op, hang_op, refuse_op;                 /* 0: none */
+    uint64_t fail_ops[FAIL_OPS_MAX];                      /* 0: none */
+    uint64_t hang_op, refuse_op;                          /* likewise */
     uint64_t stuck_ms, stuck_ops, chunk_bytes, chunk_ms;
+    uint64_t register_fail, register_ms, region_max, align;
+    _Atomic uint64_t registered;
     uint64_t taken;
     pthread_mutex_t lock; /* also held while a waiting op is handed on, so that its peer is not closed meanwhile */
     fault_op *waiting;    /* by the time that they are due */
@@ -116,6 +125,30 @@ static bool delay(fault_transport *fault, const char *text) {
     return *at == '\0' && fault->delay_min_ms <= fault->delay_max_ms && fault->delay_max_ms <= DELAY_MS_MAX;
 }
 
+/* "5", "5+77" */
+static bool numbers_take(const char *text, uint64_t numbers[FAIL_OPS_MAX]) {
+    for (int i = 0; i < FAIL_OPS_MAX; i++) {
+        const char *end;
+        if (!whole_number(text, &end, &numbers[i])) {
+            return false;
+        }
+        if (*end != '+') {
+            return *end == '\0';
+        }
+        text = end + 1;
+    }
+    return false;
+}
+
+static bool is_fail_op(const fault_transport *fault) {
+    for (int i = 0; i < FAIL_OPS_MAX; i++) {
+        if (fault->fail_ops[i] == fault->taken) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool setting(fault_transport *fault, const char *name, const char *value) {
     const char *end;
     if (strcmp(name, "seed") == 0) {
@@ -131,10 +164,19 @@ static bool setting(fault_transport *fault, const char *name, const char *value)
     const struct {
         const char *name;
         uint64_t *number;
-    } numbers[] = {{"fail_op", &fault->fail_op},        {"hang_op", &fault->hang_op},
-                   {"refuse_op", &fault->refuse_op},    {"stuck_ms", &fault->stuck_ms},
-                   {"stuck_ops", &fault->stuck_ops},    {"chunk_ms", &fault->chunk_ms},
-                   {"chunk_bytes", &fault->chunk_bytes}};
+    } numbers[] = {{"hang_op", &fault->hang_op},
+                   {"refuse_op", &fault->refuse_op},
+                   {"stuck_ms", &fault->stuck_ms},
+                   {"stuck_ops", &fault->stuck_ops},
+                   {"chunk_ms", &fault->chunk_ms},
+                   {"chunk_bytes", &fault->chunk_bytes},
+                   {"register_fail", &fault->register_fail},
+                   {"register_ms", &fault->register_ms},
+                   {"region_max", &fault->region_max},
+                   {"align", &fault->align}};
+    if (strcmp(name, "fail_op") == 0) {
+        return numbers_take(value, fault->fail_ops);
+    }
     for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
         if (strcmp(name, numbers[i].name) == 0) {
             return whole_number(value, &end, numbers[i].number) && *end == '\0';
@@ -174,7 +216,7 @@ static int spec_take(fault_transport *fault, const char *spec, char *why, size_t
             snprintf(why, why_size,
                      "fault_spec: cannot understand '%.*s' (known: seed=N delay_ms=A..B fail_after=N fail_rate=P "
                      "hang_rate=P flip_rate=P short_rate=P fail_op=K hang_op=K refuse_op=K stuck_ms=N stuck_ops=N "
-                     "chunk_bytes=N chunk_ms=N, P from 0 to 1)",
+                     "chunk_bytes=N chunk_ms=N register_fail=K register_ms=N region_max=N align=N, P from 0 to 1)",
                      length < 60 ? (int)length : 60, spec);
             return KVX_E_INVALID;
         }
@@ -205,7 +247,7 @@ static enum fate fate_of(fault_transport *fault, uint64_t *delay_ms_p, uint64_t 
     if (fault->taken == fault->refuse_op) {
         return FATE_REFUSE;
     }
-    if (fault->taken == fault->fail_op) {
+    if (is_fail_op(fault)) {
         return FATE_FAIL;
     }
     if (fault->taken == fault->hang_op) {
@@ -569,10 +611,20 @@ static void fault_close(void *transport) {
 static void fault_query(void *transport, kvx_transport_info *info_p) {
     fault_transport *fault = transport;
     fault->inner->query(fault->transport, info_p);
+    info_p->region_bytes_max = fault->region_max != 0 ? fault->region_max : info_p->region_bytes_max;
+    info_p->alignment = fault->align != 0 ? fault->align : info_p->alignment;
 }
 
 static int fault_mem_register(void *transport, kvx_region *region) {
     fault_transport *fault = transport;
+    if (fault->register_ms != 0) { /* blocks, as a driver would */
+        struct timespec pause = {.tv_sec = (time_t)(fault->register_ms / 1000),
+                                 .tv_nsec = (long)(fault->register_ms % 1000) * 1000000};
+        nanosleep(&pause, NULL);
+    }
+    if (atomic_fetch_add(&fault->registered, 1) + 1 == fault->register_fail) {
+        return KVX_E_NOMEM;
+    }
     return fault->inner->mem_register(fault->transport, region);
 }
 

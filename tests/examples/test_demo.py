@@ -17,6 +17,7 @@ import pytest
 from examples.demo import compare
 from tests.conftest import slack
 from tests.native.ascend_sim.build import build
+from tests.native.simulated import faults
 
 pytestmark = pytest.mark.once
 
@@ -118,6 +119,7 @@ def test_caches_on_simulated_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(re.findall(r"^hixl +(push|pull) .* 4 tokens equal$", out, re.MULTILINE)) == 2
     assert "hbm of 2 x KVXSim910 (simulated)" in out
     assert "no figure of a simulator is a hardware figure" in out
+    assert faults(tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, "decode worker"), (signal.SIGTERM, "starting daemons")])

@@ -63,15 +63,19 @@ async def test_a_full_engine_takes_nothing(pair: Pair) -> None:
 @KINDS
 async def test_after_a_cancel_no_byte_moves(pair: Pair, kind: OpKind) -> None:
     reach = await pair.reach(BIG)
-    reach.fill()
-    outcomes = [reach.one(kind, 0, 0, BIG) for _ in range(3)]
-    for outcome in outcomes:
-        assert isinstance(outcome, tuple)
-        reach.engine.cancel(outcome[0])
-    events = [await settled(outcome) for outcome in outcomes]
-    assert {event.status for event in events} <= {0, Status.CANCELLED}
-    assert events[2].status == Status.CANCELLED, "the third of three cannot have been done already"
-    await stays_still(target(reach, kind))
+    for _ in range(5):  # this thread may have slept until all had been moved
+        reach.fill()
+        outcomes = [reach.one(kind, 0, 0, BIG) for _ in range(3)]
+        for outcome in outcomes:
+            assert isinstance(outcome, tuple)
+            reach.engine.cancel(outcome[0])
+        statuses = {(await settled(outcome)).status for outcome in outcomes}
+        assert statuses <= {0, Status.CANCELLED}
+        await stays_still(target(reach, kind))
+        if Status.CANCELLED in statuses:
+            break
+    else:
+        pytest.fail("five times, nothing was cancelled")
     await usable_again(pair, reach)
 
 

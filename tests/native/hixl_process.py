@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,16 @@ class Other:
         return json.loads(line)
 
     def signal(self, number: int) -> None:
+        """A process is stopped when the last of its threads is, which may be a while later: waits for that."""
         self.process.send_signal(number)
+        deadline = time.monotonic() + LIMIT_S
+        while number == signal.SIGSTOP and not self._stopped():
+            assert time.monotonic() < deadline, "it does not stop"
+            time.sleep(0.001)
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     async def end(self) -> None:
         for number in (signal.SIGCONT, signal.SIGKILL):

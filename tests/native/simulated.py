@@ -50,7 +50,8 @@ def run(module: str, name: str, directory: Path, **settings: Any) -> None:
         check=False,
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert faults(directory) == []
+    caught = faults(directory)
+    assert not caught, "\n".join(caught)
 
 
 def simulated(**settings: Any) -> Callable[[Callable[[], Any]], Callable[[Path], None]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import KvxferError, OutOfRange
-from kvxfer.native.engine import EventKind, MemoryKind, OpKind, RegionInfo
+from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
 from kvxfer.native.status import Status
 from tests.native.hixl_process import MIB, Near, Other, control, other, within
 from tests.native.simulated import simulated
@@ -72,6 +72,33 @@ async def test_neighbours_copy() -> None:
         await moves_both_ways(owner, near, MemoryKind.HBM, "HBM")
         await moves_both_ways(owner, near, MemoryKind.HBM, "HBM", device=0)
         await moves_both_ways(owner, near, MemoryKind.PINNED, "HBM", device=0)
+
+
+def told(grant: GrantInfo, length: int) -> dict[str, Any]:
+    """A grant as another process is told of it."""
+    values = {"grant": grant.id, "generation": grant.generation, "length": length, "access": 3}
+    return values | {"key": grant.key.hex()}
+
+
+@simulated()
+async def test_memory_is_not_freed_while_a_neighbour_has_it_mapped() -> None:
+    """Neither when its last region is released nor when its engine closes first; the simulator calls that a FAULT."""
+    async with other(device_ipc=True) as initiator, other(device_ipc=True) as stopped:
+        for waits in (True, False):
+            near = Near(device_ipc=True, hbm_arena_bytes=2 * MIB)
+            for _ in range(2):
+                mine = near.alloc(2 * MIB, device=1)
+                grant = near.engine.grant(mine.id, 0, 2 * MIB, 3)
+                for process in (initiator,) if waits else (initiator, stopped):
+                    await process.call("reach", endpoint=near.endpoint, grant=told(grant, 2 * MIB))
+                    assert await process.call("put", length=2 * MIB, value=2, wait=True) == 0
+                assert (near.read(mine) == 2).all()
+                assert (await within(near.engine.release(mine.id))).status == 0
+            if not waits:
+                stopped.signal(signal.SIGSTOP)  # it keeps what it has mapped: that memory stays
+            began = time.monotonic()
+            near.engine.close()
+            assert time.monotonic() - began < 1, "cancel_ms at most"
 
 
 # -- memory and slots -------------------------------------------------------------------------------------------------
@@ -229,12 +256,27 @@ async def test_after_its_end_not_a_byte_moves() -> None:
 
 
 @simulated()
+async def test_after_its_end_not_a_byte_is_copied() -> None:
+    """The same between neighbours, whose bytes a stream moves."""
+    async with other(device_ipc=True) as owner, Near(device_ipc=True) as near:
+        mine = near.alloc(BIG)
+        import_ = await near.reach(owner, BIG)
+        token, future = await stalled_get(near, mine, import_)
+        near.engine.cancel(token)
+        await ends_truly(near, mine, future, Status.CANCELLED)
+        near.fill(mine, 3)
+        assert await near.move(PUT, mine, import_) == 0
+        token, future = await stalled_get(near, mine, import_, FAIL="streamquery:*:507899")
+        await ends_truly(near, mine, future, Status.DEVICE)
+
+
+@simulated()
 async def test_a_revoke_waits_for_what_is_under_way() -> None:
     """Here we own, and another process writes."""
     async with other() as initiator, Near() as near:
         mine = near.alloc(BIG, device=1)
         grant = near.engine.grant(mine.id, 0, BIG, 3)
-        values = {"grant": grant.id, "generation": grant.generation, "length": BIG, "access": 3, "key": grant.key.hex()}
+        values = told(grant, BIG)
         await initiator.call("reach", endpoint=near.endpoint, grant=values)
         assert await initiator.call("put", length=BIG, value=2, wait=True) == 0
         control(initiator.pid, STALL=1, HANG="disconnect")
@@ -256,7 +298,7 @@ async def test_a_frozen_peer_keeps_a_grant_in_quarantine() -> None:
     async with other() as initiator, Near() as near:
         mine = near.alloc(MIB, device=1)
         grant = near.engine.grant(mine.id, 0, MIB, 3)
-        values = {"grant": grant.id, "generation": grant.generation, "length": MIB, "access": 3, "key": grant.key.hex()}
+        values = told(grant, MIB)
         await initiator.call("reach", endpoint=near.endpoint, grant=values)
         initiator.signal(signal.SIGSTOP)
         revoking = near.engine.revoke(grant.id)

@@ -345,9 +345,9 @@ def replacements(world: World) -> tuple[tuple[Any, str, Any], ...]:
     return (
         (server_module, "Engine", world.open_engine),
         (client_module, "Engine", world.open_engine),
-        (server_module, "UnixListener", lambda path: _Unix(world, path)),
+        (server_module, "UnixListener", lambda path, **_: _Unix(world, path)),
         (server_module, "listen_tcp", lambda key, address: world.network.listen((address.host, address.port))),
-        (server_module, "ensure_socket_dir", lambda path: path),
+        (server_module, "ensure_socket_dir", lambda path, **_: path),
         (server_module, "stable_node_id", lambda config, _: hashlib.sha256(config.listen.encode()).hexdigest()[:32]),
         (server_module, "remove_leftovers", lambda *_: 0),
         (server_module, "resource", limits),
