@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import KvxferError, OutOfRange
-from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
+from kvxfer.native.engine import EventKind, MemoryKind, OpKind, RegionInfo
 from kvxfer.native.status import Status
-from tests.native.hixl_process import MIB, Near, Other, control, other, within
+from tests.native.hixl_process import MIB, Near, Other, control, other, told, within
 from tests.native.simulated import simulated
 
 pytestmark = pytest.mark.once
@@ -72,12 +72,6 @@ async def test_neighbours_copy() -> None:
         await moves_both_ways(owner, near, MemoryKind.HBM, "HBM")
         await moves_both_ways(owner, near, MemoryKind.HBM, "HBM", device=0)
         await moves_both_ways(owner, near, MemoryKind.PINNED, "HBM", device=0)
-
-
-def told(grant: GrantInfo, length: int) -> dict[str, Any]:
-    """A grant as another process is told of it."""
-    values = {"grant": grant.id, "generation": grant.generation, "length": length, "access": 3}
-    return values | {"key": grant.key.hex()}
 
 
 @simulated()
