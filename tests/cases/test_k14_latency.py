@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.mailboxes import SEND_BYTES_MAX, SENDS_MAX
 from kvxfer.testing.nodes import two_nodes
 from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit, within
@@ -85,15 +86,19 @@ async def test_c68_short_transfers_are_not_polled_for(transport: str) -> None:
 async def test_c69_a_slow_registration_holds_nobody(transport: str) -> None:
     memory = np.zeros(8 * MIB, np.uint8)
     took_ms = scaled(600, 3000)
-    async with two_nodes([f"fault+{transport}"], fault_spec=f"register_ms={took_ms}") as (a, b):
+    async with AsyncExitStack() as stack:
+        a, b = await stack.enter_async_context(
+            two_nodes([f"fault+{transport}"], fault_spec=f"register_ms={took_ms}", tcp_threads=1, copy_threads=1)
+        )
+        light = {"transports": ("loop",), "tcp_threads": 1, "copy_threads": 1}
+        others = [await stack.enter_async_context(kvxfer.local(**light)) for _ in range(2)]
         async with heartbeat() as beat:
             began = time.perf_counter()
             registering = asyncio.ensure_future(a.register(memory))
             await asyncio.sleep(0.05)
-            for _ in range(3):  # handshakes of peers meanwhile
+            for other in others:  # handshakes of peers meanwhile
                 with within(0.5, "a handshake"):
-                    async with kvxfer.local(transports=("tcp",), tcp_threads=1, copy_threads=1) as other:
-                        await other.connect(a.addresses)
+                    await other.connect(a.addresses)
             region = await registering
             assert time.perf_counter() - began >= took_ms / 1000
         assert beat.thread_longest_s <= limit(0.1), "the lock of the interpreter was held"
@@ -152,26 +157,20 @@ async def test_c70_a_frozen_peer_holds_up_nobody_else(tmp_path: Path) -> None:
         described = (await other.do("describe", name="m"))["descriptor"]
         await a.do("mail", to=frozen.node, count=1, size=10)
         baseline = (await a.do("paced", descriptor=described, count=100, region="m"))["p99_s"]
-        before = a.rss_bytes(a.daemon)
+        before, flood_messages = a.rss_bytes(a.daemon), scaled(3000, 10_000)
         frozen.freeze(daemon_too=True)
         frozen_at = time.monotonic()
-        await a.do("mail_background", name="flood", to=frozen.node, count=10_000, size=16 * KIB)
+        await a.do("mail_background", name="flood", to=frozen.node, count=flood_messages, size=16 * KIB)
         during = (await a.do("paced", descriptor=described, count=200, region="m"))["p99_s"]
         flood = await a.do("ended", name="flood")
         grown = a.rss_bytes(a.daemon) - before
-        assert during <= limit(max(2 * baseline, 0.010)), (baseline, during)
+        assert during <= limit(max(2 * baseline, 0.050)), (baseline, during)
         assert grown <= 48 * MIB, "the queue is bounded"
         told = flood["told"]
-        assert sum(told.values()) == 10_000, "each has one outcome"
-        assert told.get("peer_backpressure") or told.get("busy"), told
-        assert set(told) <= {
-            "peer_backpressure",
-            "busy",
-            "peer_lost",
-            "peer_unreachable",
-            "timeout",
-            "too_many_pending",
-        }, told
+        assert sum(told.values()) == flood_messages, "each has one outcome"
+        assert told["peer_backpressure"] >= flood_messages - 2 * SENDS_MAX, told
+        assert SENDS_MAX * 16 * KIB <= SEND_BYTES_MAX == 8 * MIB
+        assert set(told) <= {"peer_backpressure", "peer_lost", "peer_unreachable", "timeout"}, told
         # Declared down by the keepalive, and its queue is gone.
         with pytest.raises(WorkerFailed) as down:
             await a.do("mail", to=frozen.node, count=1, size=10)
