@@ -95,8 +95,13 @@ class LandingPool:
 
         Raises `BusyError` when the pool is full, `TooLarge` for what can never fit, `UsageError` for a key in use.
         """
-        if message.length > self._bytes_max:
-            raise TooLarge("larger than the landing pool", bytes=message.length, landing_bytes_max=self._bytes_max)
+        if _rounded(message.length) > self._bytes_max:  # it would never find room
+            raise TooLarge(
+                "larger than the landing pool",
+                bytes=_rounded(message.length),
+                limit=self._bytes_max,
+                option="landing_bytes_max",
+            )
         namespace = self._dispatcher.registry.namespace_of(link)
         if (namespace, message.key) in self._by_key:
             raise UsageError("there is a landing with this key already", key=message.key)
@@ -145,7 +150,8 @@ class LandingPool:
                 "the landing pool is full",
                 bytes=size,
                 used_bytes=self.used_bytes,
-                landing_bytes_max=self._bytes_max,
+                limit=self._bytes_max,
+                option="landing_bytes_max",
                 hint="try again when a landing was adopted, or raise landing_bytes_max there",
             )
         while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:

@@ -168,7 +168,8 @@ async def test_full_pool_says_so_at_once_and_recovers() -> None:
         await pusher.ask(land("b"))
         with pytest.raises(BusyError) as caught:
             await pusher.ask(land("c"), timeout=1)
-        assert caught.value.fields["landing_bytes_max"] == 2 * MIB
+        assert caught.value.fields["limit"] == 2 * MIB
+        assert caught.value.fields["option"] == "landing_bytes_max"
         assert caught.value.retryable
         assert server.landings.refused == 1
         await pusher.ask(settle(first, "cancelled"))
@@ -272,3 +273,12 @@ async def test_prewarmed_memory_is_there_and_used() -> None:
         await until(lambda: server.landings.kept_bytes >= 3 * MIB)
         await pusher.ask(land(length=2 * MIB))
         assert server.landings.kept_bytes == 0
+
+
+async def test_what_would_be_too_large_once_rounded_up_fails_at_once() -> None:
+    """The pool gives memory in pieces of 2 MiB: 2.5 MiB would never find room in one of 3 MiB."""
+    async with node(landing_bytes_max=3 * MIB) as server, worker(server) as pusher:
+        with pytest.raises(TooLarge) as caught:
+            await pusher.ask(land(length=5 * MIB // 2))
+        assert (caught.value.fields["limit"], caught.value.fields["bytes"]) == (3 * MIB, 4 * MIB)
+        await pusher.ask(land(length=2 * MIB))
