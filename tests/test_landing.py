@@ -13,7 +13,7 @@ from kvxfer import landing as pool_module
 from kvxfer import tags
 from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import AccessDenied, BusyError, PeerDraining, TooLarge, UnknownTransfer, UsageError
+from kvxfer.errors import AccessDenied, BusyError, ConfigError, PeerDraining, TooLarge, UnknownTransfer, UsageError
 from kvxfer.native.engine import OpKind
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
@@ -282,3 +282,9 @@ async def test_what_would_be_too_large_once_rounded_up_fails_at_once() -> None:
             await pusher.ask(land(length=5 * MIB // 2))
         assert (caught.value.fields["limit"], caught.value.fields["bytes"]) == (3 * MIB, 4 * MIB)
         await pusher.ask(land(length=2 * MIB))
+
+
+async def test_more_prewarmed_memory_than_the_host_has_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="landing_prewarm_bytes"):
+        async with node(landing_prewarm_bytes="3TiB", landing_bytes_max="4TiB"):
+            pass

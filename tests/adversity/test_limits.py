@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from kvxfer.errors import PeerBackpressure, TooLarge
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
+from tests.nodes import until
 
 COUNT, SLOTS, LENGTH = 10_000, 64, 4096
 BYTES_EACH_MAX = 4096  # of Python objects for a transfer that waits
@@ -79,3 +81,28 @@ async def test_a_push_that_the_landing_pool_can_never_hold_fails_at_once() -> No
         assert asyncio.get_running_loop().time() - began < 10
         assert caught.value.fields["limit"] == 8192
         assert not caught.value.retryable
+
+
+def mappings() -> int:
+    """Pieces of shareable memory that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
+async def test_mappings_of_a_peer_s_memory_are_bounded_and_a_larger_one_takes_their_place() -> None:
+    most, page = 256, 4096  # SHM_IDLE_MAX
+    async with two_nodes(["shm"], hugepages=False) as (a, b):
+        ours, theirs = await a.alloc(page), await b.alloc(2 * (most + 64) * page)
+        before = mappings()
+
+        async def get(offset: int, length: int) -> None:
+            descriptor = theirs.descriptor("r", offset=offset, length=length)
+            await a.get(ours[:page], descriptor)
+            a.plane.forget(descriptor)
+            await theirs.revoke(descriptor)
+
+        for at in range(most + 64):
+            await get(2 * at * page, page)
+        await until(lambda: mappings() <= before + most)
+        assert mappings() > before + most - 16, "they are kept, since the next grant is often of the same memory"
+        await get(0, len(theirs))
+        await until(lambda: mappings() <= before + 2)
