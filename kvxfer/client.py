@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
 from kvxfer.paths import counters_path, daemon_socket, engine_dir, socket_dir
 from kvxfer.peer import Peer, as_node
-from kvxfer.publish import Publication, Pull, Pulled, as_ticket
+from kvxfer.publish import Publication, Pull, Pulled, as_ticket, release_unread
 from kvxfer.push import Push
 from kvxfer.region import KVCache, Region, Span, check_span
 from kvxfer.registering import register_all
@@ -55,6 +56,7 @@ from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
 
 Node = str | Sequence[str]
+RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
 
 
 class Client:
@@ -78,6 +80,7 @@ class Client:
         self._allocator: Allocator | None = None
         self._registration_failed = ""
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
         self.ledger = SpanLedger()
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -495,6 +498,25 @@ class Client:
         """
         limit = self._timeout(timeout)
         return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+
+    async def release(
+        self, ticket: Ticket | Publication | Mapping[str, Any] | str, *, timeout: float | None = None
+    ) -> None:
+        """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
+
+        Counts as one consumer, however often it is called; does nothing when the ticket is over already.
+        """
+        found = as_ticket(ticket)
+        if found.posting in self._released:
+            return
+        self._released[found.posting] = None
+        while len(self._released) > RELEASED_MAX:
+            self._released.popitem(last=False)
+        try:
+            await release_unread(self, found, self._deadline(timeout))
+        except BaseException:
+            self._released.pop(found.posting, None)  # it may be tried again
+            raise
 
     def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
         """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""

@@ -39,7 +39,7 @@ from kvxfer.errors import (
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
-from kvxfer.reach import Import, Reach
+from kvxfer.reach import Import, Reach, stale
 from kvxfer.stall import StallWatch
 from kvxfer.tasks import TaskOwner
 from kvxfer.transfer import Transfer
@@ -65,6 +65,7 @@ class Part:
     span: tuple[int, int, int] | None = None
     notify: tuple[int, int] | None = None
     check: bool = False
+    number: int | None = None  # among the several parts of a transfer: named in errors
 
     @property
     def size(self) -> int:
@@ -125,7 +126,7 @@ class DataPlane:
         self.unexpected = Unexpected()
         self._early: EarlyNotices[Event] = EarlyNotices()
         self._heard: set[int] = set()  # grants that somebody watches or has watched
-        self.stalls = StallWatch(config.stall_s, self._note_stalled)
+        self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
     @property
@@ -249,7 +250,8 @@ class DataPlane:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
-        for part in parts:
+        for number, part in enumerate(parts):
+            part.number = number if len(parts) > 1 else None
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
             if ready is not None:
@@ -282,10 +284,6 @@ class DataPlane:
         """See `transfer.Canceller`."""
         if not self._closed:
             self.engine.note_late()
-
-    def _note_stalled(self, count: int) -> None:
-        if not self._closed:
-            self.engine.note_stalled(count)
 
     def _progress(self, transfer: Transfer) -> int | None:
         """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
@@ -429,6 +427,8 @@ class DataPlane:
         """One part is over: its place in the window goes to whoever is next."""
         permit, work.permit = work.permit, None
         started = [] if permit is None else self._admission.done(permit)
+        if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
+            error.fields.setdefault("part", work.part.number)
         if error is None or not self._goes_on(work, token, moved_bytes, error):
             work.transfer.part_ended(token, moved_bytes, error)
         self._start_admitted(started)
@@ -489,6 +489,7 @@ class DataPlane:
             transport=ready.route.info.name,
             segment=event.segment if event.segment >= 0 else None,
         )
+        error = stale(error)
         if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
             self._reach.drop(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:

@@ -277,6 +277,14 @@ def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) 
         raise OutOfRange("the plan leaves the memory that the peer described", end=int(ends.max()), limit=limit)
 
 
+def of_layer(error: KvxferError, layer: int) -> KvxferError:
+    """The same error, which says now which layer it was; the other side gets to know it by its message."""
+    if "layer" not in error.fields:
+        error.fields["layer"] = layer
+        error.message = f"layer {layer}: {error.message}"
+    return error
+
+
 def layer_bytes(parts: Sequence[LayerPart]) -> int:
     """Bytes of a layer."""
     return sum(int(part.segments[:, 2].sum()) for part in parts)

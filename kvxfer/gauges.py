@@ -106,6 +106,10 @@ def _claims(server: Server) -> Iterator[Sample | Distribution]:
         text = "Claims on postings of this node that ended, each one once: a push (offer) or a pull (ticket) is one."
         labels = {"kind": kind, "reason": reason}
         yield Sample(name="kvxfer_claims_ended", help=text, value=value, labels=labels, counter=True)
+    for (kind, reason), value in tally.refused.items():
+        text = "Claims on postings of this node that were refused at once; lease_expired: a read that came too late."
+        labels = {"kind": kind, "reason": reason}
+        yield Sample(name="kvxfer_claims_refused", help=text, value=value, labels=labels, counter=True)
     for kind, durations in tally.durations.items():
         yield Distribution(
             name="kvxfer_claim_seconds",

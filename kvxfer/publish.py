@@ -18,16 +18,20 @@ from kvxfer.dataplane import Part
 from kvxfer.deadline import Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
+    BusyError,
     KvxferError,
+    LeaseExpired,
     PeerError,
+    PeerIncarnationMismatch,
     PeerLost,
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    UnknownTransfer,
     UsageError,
     from_code,
 )
-from kvxfer.exchange import Posting, Reaching, negotiate, prepared_layer
+from kvxfer.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.planner import Plan
@@ -348,7 +352,10 @@ class Pull:
         return transport
 
     async def _layer_done(self, layer: int, transfer: Transfer) -> None:
-        await transfer
+        try:
+            await transfer
+        except KvxferError as error:
+            raise (error if error is self._error else of_layer(error, layer)) from None
         self._bytes += transfer.bytes_done
         if self._on_layer is not None:
             self._on_layer(layer)
@@ -405,6 +412,24 @@ class Pull:
         finally:
             outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
             self._settle(claim, peer, outcome, error)
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    message = Claim(
+        node=ticket.addresses,
+        node_id=ticket.node_id,
+        incarnation=ticket.incarnation,
+        kind="ticket",
+        posting=ticket.posting,
+        secret=ticket.secret,
+    )
+    try:
+        claim, _ = await control.claim(message, deadline, lambda event: None)
+    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
+        return  # nobody holds anything for us any more
+    control.settle_in_background(claim, "done", None)
 
 
 def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:

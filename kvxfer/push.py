@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,17 @@ from kvxfer.errors import (
     UsageError,
     from_code,
 )
-from kvxfer.exchange import LayerPart, Posting, Reaching, from_peer, layer_bytes, negotiate, prepared_layer, unpack_map
+from kvxfer.exchange import (
+    LayerPart,
+    Posting,
+    Reaching,
+    from_peer,
+    layer_bytes,
+    negotiate,
+    of_layer,
+    prepared_layer,
+    unpack_map,
+)
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
@@ -229,17 +240,17 @@ class Push:
         left = deadline.require(f"layer {index} was written")
         transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
         self._running[transfer] = None
-        transfer.on_settled(self._layer_settled)
+        transfer.on_settled(partial(self._layer_settled, index))
         if len(parts) > 1:
             transfer.on_settled(lambda done: self._tell_later(done, tag))
         return transfer
 
-    def _layer_settled(self, done: Transfer) -> None:
+    def _layer_settled(self, index: int, done: Transfer) -> None:
         self._running.pop(done, None)
         self._room.release()
         self.bytes_done += done.bytes_done
         if done.error is not None:
-            self._fail(done.error)
+            self._fail(done.error if done.error is self._error else of_layer(done.error, index))
 
     def _bare_notification(self, tag: int, value: int) -> Part:
         assert self._peer is not None

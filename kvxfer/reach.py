@@ -22,14 +22,18 @@ from kvxfer.choice import ANY_KIND, Choice, Need, PassedOver, in_order, kind_the
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
+    KvxferError,
     PeerError,
+    PeerIncarnationMismatch,
     PeerLost,
     PeerUnreachable,
     ProtocolError,
     ResourceExhausted,
+    StaleDescriptor,
     TooLarge,
     TransportError,
     UnknownRegion,
+    UnknownTransfer,
     UsageError,
 )
 from kvxfer.idle import Idle
@@ -212,7 +216,8 @@ class Reach:
         return next((found for found in ways if found is not None and not found.unwanted), None)
 
     async def _try_transports(self, key: ImportKey, need: Need, descriptor: RemoteDescriptor) -> Import:
-        passed, exhausted = self._missing(descriptor), None
+        passed = self._missing(descriptor)
+        telling: KvxferError | None = None  # more than that nothing led there
         for info, verdict in self._judged(key, need, descriptor):
             if verdict is not None:
                 passed.append(verdict)
@@ -223,13 +228,14 @@ class Reach:
                 except (PeerError, ProtocolError, TransportError) as error:
                     kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
                     passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
-                    exhausted = error if isinstance(error, ResourceExhausted) else exhausted
+                    tells = isinstance(error, ResourceExhausted | PeerIncarnationMismatch)
+                    telling = error if tells and not isinstance(telling, ResourceExhausted) else telling
                     continue
                 self._remember(need, found, passed)
                 return found
         self._count(passed)
-        if exhausted is not None:  # this process's trouble, not the peer's
-            raise exhausted
+        if telling is not None:
+            raise telling
         raise PeerUnreachable(
             f"no transport reaches the owner of this descriptor, {need.pair}"
             + "".join(f"; {one.text}" for one in passed),
@@ -366,6 +372,15 @@ class Reach:
         event = await asyncio.shield(completion)
         if event.status != 0:
             raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
+        answered = event.answered_by
+        if answered not in ("", engine_id):
+            self._down_early.pop(peer, None)
+            self.engine.close_peer(peer)
+            why = "another engine answers there: the owner of this descriptor has ended"
+            hint = "get a new descriptor"
+            raise PeerIncarnationMismatch(
+                why, peer=endpoint, transport=info.name, hint=hint, expected=engine_id, actual=answered, retryable=False
+            )
         if peer in self._down_early:
             del self._down_early[peer]
             self.engine.close_peer(peer)
@@ -401,7 +416,8 @@ class Reach:
         event = await asyncio.shield(completion)
         if event.status != 0:
             self.engine.release_import(handle)
-            raise error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
+            refused = error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
+            raise stale(refused)
         if route.down:
             self.engine.release_import(handle)
             raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
@@ -457,6 +473,22 @@ class Reach:
             if found is not None:
                 self.drop(found)
         self.engine.close_peer(peer)
+
+
+def stale(error: KvxferError) -> KvxferError:
+    """Whoever holds a descriptor that its owner does not know (any more) holds an old one."""
+    if type(error) is not UnknownTransfer:
+        return error
+    found = StaleDescriptor(
+        "the owner has taken this memory back",
+        op_id=error.op_id,
+        peer=error.peer,
+        transport=error.transport,
+        status=error.status,
+        hint="get a new descriptor",
+    )
+    found.fields.update(error.fields)
+    return found
 
 
 def _key_of(descriptor: RemoteDescriptor) -> ImportKey:

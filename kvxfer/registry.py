@@ -189,7 +189,10 @@ class Registry:
                 engine_id=engine_id,
             )
 
-        return self._answer(now, link, rid, decide)
+        answer = self._answer(now, link, rid, decide)
+        if answer and isinstance(answer[-1], Refused):
+            self.tally.refuse(kind, answer[-1].error.code)
+        return answer
 
     def claimed_elsewhere(self, now: float, answer: Claimed) -> list[Action]:
         """Another node granted a claim of our worker (`answer.link`, `answer.rid`): keep the route and pass it on.

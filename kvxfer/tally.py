@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvxfer.errors import BY_CODE
 
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # the last one is open
+KINDS = frozenset({"offer", "ticket", "region", "landing"})
 DONE, WITHDRAWN, OTHER = "done", "withdrawn", "other"
 # Why an owner withdraws what has reached its aim, perhaps before it hears the same from the claimant.
 AIMS = frozenset({"committed", "released"})
@@ -36,6 +37,7 @@ class Tally:
     def __init__(self) -> None:
         self._ended: dict[tuple[str, str], int] = {}
         self._durations: dict[str, Durations] = {}
+        self._refused: dict[tuple[str, str], int] = {}
 
     @property
     def ended(self) -> Mapping[tuple[str, str], int]:
@@ -46,6 +48,16 @@ class Tally:
     def durations(self) -> Mapping[str, Durations]:
         """By kind, from the claim to its end."""
         return self._durations
+
+    @property
+    def refused(self) -> Mapping[tuple[str, str], int]:
+        """(kind, error's code) -> claims that never began. A read after its lease is (ticket, lease_expired)."""
+        return self._refused
+
+    def refuse(self, kind: str, code: str) -> None:
+        """A claim was refused at once."""
+        key = (kind if kind in KINDS else OTHER, code if code in BY_CODE else OTHER)
+        self._refused[key] = self._refused.get(key, 0) + 1
 
     def add(self, kind: str, reason: str, seconds: float) -> None:
         """One claim has ended."""

@@ -219,7 +219,7 @@ async def test_a_receiver_that_leaves_ends_the_push(transport: str) -> None:
 
         with pytest.raises(KvxferError) as told:
             await prefill()
-        assert told.value.code in ("cancelled", "revoked", "unknown_transfer")
+        assert told.value.code in ("cancelled", "revoked", "unknown_transfer", "stale_descriptor")
         assert np.array_equal(before, sink.regions[0].array), "bytes moved after the landing was left"
         await gauges_are_clean(b)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.errors import KvxferError, PeerUnreachable, UnknownTransfer, WrongKey
+from kvxfer.errors import KvxferError, PeerIncarnationMismatch, PeerUnreachable, UnknownTransfer, WrongKey
 from kvxfer.native.engine import Engine, Event, MemoryKind, OpKind
 from kvxfer.native.status import Status, error_for
 from tests.nodes import until
@@ -39,7 +39,8 @@ async def test_a_forged_descriptor_that_came_first_does_not_stand_for_the_genuin
         async with sides(tmp_path, ("tcp",)) as (_, mallory):
             bait = mallory.region.descriptor("w")
             forged = replace(bait, engine_id=genuine.engine_id, grant=bait.grant)
-            await a.start(forged, 4096)
+            with pytest.raises(PeerIncarnationMismatch):  # her engine has said who it is
+                await a.start(forged, 4096)
             a.region.array[:] = 5
             mallory.region.array[:] = 0
             await a.start(genuine, 4096)

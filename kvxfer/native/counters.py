@@ -56,7 +56,7 @@ class TransportCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """One engine: gauges of the core (``spills`` and ``late`` are counts), and a row per transport in the order of their index."""
+    """One engine: gauges of the core (``spills`` and ``late`` are counts), a row per transport in order of index."""
 
     pid: int
     inflight: int

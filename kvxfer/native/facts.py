@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,6 +96,12 @@ class Event(NamedTuple):
     bytes: int
     sys_errno: int
     segment: int
+
+    @property
+    def answered_by(self) -> str:
+        """Of a connect: the id (hex) of the engine that answered, by its own word; empty when it gave none."""
+        number = self.tag.to_bytes(8, sys.byteorder) + self.value.to_bytes(8, sys.byteorder)
+        return number.hex() if any(number) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,9 @@ static bool answer_connect(kvx_core *core, peer_box *box, int status, int sys_er
                        .id = box->peer.id,
                        .sys_errno = sys_errno,
                        .segment = -1};
+    _Static_assert(KVX_ID_BYTES == sizeof(event.tag) + sizeof(event.value), "the id travels in two numbers");
+    memcpy(&event.tag, box->peer.engine_id, sizeof(event.tag));
+    memcpy(&event.value, box->peer.engine_id + sizeof(event.tag), sizeof(event.value));
     box->peer.token = 0;
     return kvx_ring_push(&core->ring, &event);
 }

@@ -128,6 +128,7 @@ static bool on_hello(shm_peer *peer, shm_link *link, const shm_message *message)
     }
     memcpy(link->nonce_theirs, message->hello.nonce, sizeof(link->nonce_theirs));
     link->state = SHM_OPEN;
+    memcpy(peer->peer->engine_id, message->hello.engine_id, KVX_ID_BYTES);
     connect_end(peer, KVX_OK, 0);
     return true;
 }

@@ -75,6 +75,7 @@ void kvx_tcp_peer_open(tcp_conn *conn) {
     tcp_peer *peer = conn->peer;
     pthread_mutex_lock(&peer->lock);
     peer->open++;
+    memcpy(peer->peer->engine_id, conn->rx.hello.engine_id, KVX_ID_BYTES);
     pthread_mutex_unlock(&peer->lock);
     kvx_tcp_kick_peer(peer);
 }

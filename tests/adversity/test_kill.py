@@ -28,6 +28,7 @@ TYPED = {
     "revoked",
     "peer_unreachable",
     "unknown_transfer",
+    "stale_descriptor",
     "lease_expired",
     "peer_incarnation",
 }

@@ -13,18 +13,22 @@ import hashlib
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Coroutine
+from random import Random
 from typing import Any
 
 import numpy as np
 
 import kvxfer
 from kvxfer.config import load
+from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
 from kvxfer.many import Group, Move
+from kvxfer.native.engine import OpKind
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
@@ -52,6 +56,8 @@ class Actor(Many):
         self.settled: dict[str, int] = {}
         self.tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self.tickets: dict[str, Any] = {}
+        self.landings: dict[str, kvxfer.Landing] = {}
+        self.releases: list[asyncio.Task[None]] = []
         self.watched: dict[str, asyncio.Task[int]] = {}
 
     # -- life ---------------------------------------------------------------------------------------
@@ -110,12 +116,47 @@ class Actor(Many):
         end = len(array) if length is None else offset + length
         return {"sha": hashlib.sha256(array[offset:end]).hexdigest()}
 
-    async def watch(self, name: str, offset: int, length: int, every_s: float, for_s: float) -> None:
+    async def claim_blocks(self, cache: str, blocks: list[int]) -> None:
+        """What the next request would do: take the blocks, and give them back at once."""
+        ledger = self.client.ledger
+        ledger.release(ledger.acquire(self.caches[cache].regions[0].id, blocks, "the next request"))
+
+    async def timed_out(self, count: int, length: int, descriptor: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Puts that outlast their deadline, from memory that is then forgotten; when is it really given back?"""
+        remote, began = RemoteDescriptor.from_dict(descriptor), time.monotonic()
+        gone: list[float] = []
+        states: Counter[str] = Counter()
+
+        async def one() -> weakref.ref[Any]:
+            memory = np.full(length, 7, dtype=np.uint8)
+            weakref.finalize(memory, lambda: gone.append(time.monotonic() - began))
+            region = await self.client.register(memory)
+            transfer = self.client.put(region, remote, timeout=timeout)
+            with contextlib.suppress(KvxferError):
+                await transfer
+            states[transfer.state] += 1
+            self.releases.append(asyncio.ensure_future(region.release(drain=True)))
+            return weakref.ref(memory)
+
+        held = await asyncio.gather(*(one() for _ in range(count)))
+        decided_s = time.monotonic() - began
+        gc.collect()
+        kept = sum(reference() is not None for reference in held)
+        releases, self.releases = self.releases, []
+        await asyncio.gather(*releases)
+        del releases
+        while len(gone) < count and time.monotonic() - began < timeout + 10:
+            await asyncio.sleep(0.01)
+            gc.collect()
+        returned_s = max(gone) if len(gone) == count else float("inf")
+        return {"states": dict(states), "decided_s": decided_s, "kept": kept, "returned_s": returned_s}
+
+    async def watch(self, name: str, every_s: float, for_s: float, offset: int = 0, length: int | None = None) -> None:
         """Look at the bytes again and again; `watched` says how often they had changed."""
         self.watched[name] = asyncio.ensure_future(self._watch(name, offset, length, every_s, for_s))
 
-    async def _watch(self, name: str, offset: int, length: int, every_s: float, for_s: float) -> int:
-        view = self.regions[name].array[offset : offset + length]
+    async def _watch(self, name: str, offset: int, length: int | None, every_s: float, for_s: float) -> int:
+        view = self.regions[name].array[offset : None if length is None else offset + length]
         before, changed = view.copy(), 0
         end = time.monotonic() + for_s
         while time.monotonic() < end:
@@ -248,6 +289,7 @@ class Actor(Many):
 
     async def _offer(self, name: str, cache: str, blocks: list[int], **how: Any) -> dict[str, Any]:
         async with self.client.offer(name, self.caches[cache], self._table(blocks), **how) as landing:
+            self.landings[name] = landing
             await landing.wait()
         return {}
 
@@ -334,6 +376,173 @@ class Actor(Many):
             took.append(time.perf_counter() - began)
             await asyncio.sleep(0.002)
         return {"p99_s": float(np.percentile(took, 99))}
+
+    async def free(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """`Client.release`."""
+        await self.client.release(ticket)
+        return {"at": time.monotonic()}
+
+    async def landing(self, name: str, cache: str, blocks: list[int], **how: Any) -> None:
+        """An offer whose layers are waited for one by one, each by a task of its own (`layers` tells the outcomes)."""
+        self._flow(name, self._landing(name, cache, blocks, **how))
+
+    async def group(self, region: str, descriptor: dict[str, Any], parts: int, timeout: float) -> dict[str, Any]:
+        """One transfer of several writes."""
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        size = len(ours) // parts
+        await self.client.plane.prepare(remote)
+        work = [
+            Part(kind=OpKind.PUT, region=ours.id, descriptor=remote, span=(index * size, index * size, size))
+            for index in range(parts)
+        ]
+        transfer = self.transfers["group"] = self.client.plane.start(work, timeout=timeout, peer="group")
+        self.settled["group"] = 0
+        transfer.on_settled(lambda _: self._count("group"))
+        return await self.outcome("group")
+
+    async def _landing(self, name: str, cache: str, blocks: list[int], **how: Any) -> dict[str, Any]:
+        layers = self.caches[cache].layout.geometry.layers
+        order: list[int] = []
+
+        async def one(landing: kvxfer.Landing, layer: int) -> str:
+            try:
+                await landing.layer(layer)
+            except KvxferError as error:
+                return error.code
+            order.append(layer)
+            found = (await self.layer_digests(cache, blocks))["layers"][layer]
+            return str(found)
+
+        async with self.client.offer(name, self.caches[cache], self._table(blocks), **how) as landing:
+            waits = [asyncio.ensure_future(one(landing, layer)) for layer in range(layers)]
+            digests = await asyncio.gather(*waits)
+            final = ""
+            try:
+                await landing.wait()
+            except KvxferError as error:
+                final = error.code
+        return {"layers": digests, "order": order, "final": final}
+
+    async def shuffled(
+        self, name: str, to: list[str], cache: str, blocks: list[int], seed: int, hold: int = -1, fail: int = -1
+    ) -> None:
+        """A push of the layers in a seeded order with seeded pauses; ``hold`` comes last and late, ``fail`` never."""
+        self._flow(name, self._shuffled(name, to, cache, blocks, seed, hold, fail))
+
+    async def _shuffled(
+        self, name: str, to: list[str], cache: str, blocks: list[int], seed: int, hold: int, fail: int
+    ) -> dict[str, Any]:
+        rng = Random(seed)
+        layers = [layer for layer in range(self.caches[cache].layout.geometry.layers) if layer not in (hold, fail)]
+        rng.shuffle(layers)
+        async with self.client.push(name, to=to, cache=self.caches[cache], table=self._table(blocks)) as push:
+            for layer in layers:
+                await push.layer(layer)
+                await asyncio.sleep(rng.choice((0, 0, 0.001, 0.004)))
+            if fail >= 0:
+                await asyncio.sleep(0.05)
+                raise kvxfer.errors.InjectedFault(f"layer {fail} cannot be written")
+            if hold >= 0:
+                await asyncio.sleep(0.05)
+                await push.layer(hold)
+        return {}
+
+    async def storm(
+        self, seed: int, count: int, region: str, descriptor: dict[str, Any], within_s: float, timeout: float
+    ) -> dict[str, Any]:
+        """Many gets and puts, each aborted at a seeded moment from before its start on; their outcomes, counted."""
+        rng = Random(seed)
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        size = len(ours) // count
+        outcomes: Counter[str] = Counter()
+
+        async def one(index: int, after_s: float, before: bool) -> None:
+            span = ours[index * size : (index + 1) * size]
+            start = self.client.put if index % 2 else self.client.get
+            offset = {"target_offset" if index % 2 else "source_offset": index * size}
+            settled: list[str] = []
+            transfer = start(span, remote, timeout=timeout, **offset)
+            transfer.on_settled(lambda done: settled.append(done.state))
+            if not before:
+                await asyncio.sleep(after_s)
+            await transfer.cancel()
+            assert len(settled) == 1, settled
+            assert settled == [transfer.state]
+            outcomes[transfer.state] += 1
+
+        plans = [(rng.uniform(0, within_s), rng.random() < 0.1) for _ in range(count)]
+        await asyncio.gather(*(one(index, after_s, before) for index, (after_s, before) in enumerate(plans)))
+        return {"outcomes": dict(outcomes)}
+
+    async def burst(
+        self, count: int, region: str, descriptor: dict[str, Any], size: int, timeout: float, wait: bool = True
+    ) -> dict[str, Any]:
+        """``count`` puts at once; outcomes by state and error, and how often each was settled."""
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        room = len(ours) // size
+        outcomes: Counter[str] = Counter()
+
+        async def one(index: int) -> None:
+            offset = index % room * size
+            transfer = self.client.put(ours[offset : offset + size], remote, target_offset=offset, timeout=timeout)
+            self.transfers[f"burst {index}"] = transfer
+            self.settled[f"burst {index}"] = 0
+            transfer.on_settled(lambda _: self._count(f"burst {index}"))
+            with contextlib.suppress(KvxferError):
+                await transfer
+            outcomes[transfer.state] += 1
+
+        began = time.monotonic()
+        await asyncio.gather(*(one(index) for index in range(count)))
+        decided_s = time.monotonic() - began
+        if wait:
+            await asyncio.gather(*(transfer.wait_settled() for transfer in self.transfers.values()))
+        settled = Counter(self.settled.values())
+        return {"outcomes": dict(outcomes), "settled": {str(n): c for n, c in settled.items()}, "decided_s": decided_s}
+
+    async def latencies(self, count: int, region: str, descriptor: dict[str, Any], size: int) -> dict[str, Any]:
+        """Seconds of ``count`` puts, one after the other, sorted."""
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        found = []
+        for _ in range(count):
+            began = time.perf_counter()
+            await self.client.put(ours[:size], remote, timeout=10)
+            found.append(time.perf_counter() - began)
+        return {"seconds": sorted(found)}
+
+    async def blocked(self, region: str, descriptor: dict[str, Any], timeout: float, hold_s: float) -> dict[str, Any]:
+        """One put, while this thread holds the loop for ``hold_s`` from its start on."""
+        transfer = self.client.put(self.regions[region], RemoteDescriptor.from_dict(descriptor), timeout=timeout)
+        end = time.monotonic() + hold_s
+        while time.monotonic() < end:
+            time.sleep(0.01)  # noqa: ASYNC251 - that is the point
+        with contextlib.suppress(KvxferError):
+            await transfer
+        return {"state": transfer.state}
+
+    async def lookup(self, name: str, node: list[str], wait_s: float = 0) -> dict[str, Any]:
+        """The descriptor that a node shares."""
+        return {"descriptor": (await self.client.lookup(name, node=node, wait_s=wait_s, timeout=5)).to_dict()}
+
+    async def send(self, to: list[str], count: int = 1) -> dict[str, Any]:
+        """Small messages through both daemons; the outcome of each."""
+        found = []
+        for index in range(count):
+            try:
+                await self.client.send(to, f"channel-{index}", b"x", timeout=5)
+                found.append("done")
+            except KvxferError as error:
+                found.append(error.code)
+        return {"outcomes": found}
+
+    async def counters(self) -> dict[str, Any]:
+        """Of the engine's core."""
+        found = self.client.plane.engine.counters()
+        return {"late": found.late, "stalled": found.stalled, "inflight": found.inflight}
+
+    async def landing_stalled(self, name: str) -> dict[str, Any]:
+        """The API of a flow that waits."""
+        return {"stalled": self.landings[name].stalled}
 
     # -- looking ------------------------------------------------------------------------------------
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from kvxfer.errors import DaemonUnavailable
 from kvxfer.testing.frames import CONTROL, DATA
 from kvxfer.testing.processes import Daemon, Process, daemon, python_process
 from kvxfer.testing.proxy import Proxy, proxy
-from kvxfer.testing.worker import Remote
+from kvxfer.testing.worker import Remote, WorkerFailed
 from tests.cases.facts import limit
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -43,6 +47,9 @@ class Side:
         self.directory = directory
         self.options = options  # of the worker
         self.settings = settings  # of the daemon
+        self.http = ""
+        self._out_of_step = False
+        self._proxies = AsyncExitStack()
         self.host = ""  # of the proxies; empty: none
         self.control: Proxy
         self.data: Proxy
@@ -75,13 +82,22 @@ class Side:
 
     async def do(self, what: str, /, **arguments: Any) -> dict[str, Any]:
         """A command of `actor.Actor`; raises `WorkerFailed` with the error's code."""
-        return await self._remote.do(what, **arguments)
+        try:
+            return await self._remote.do(what, **arguments)
+        except WorkerFailed:
+            raise
+        except BaseException:  # its answer may come later, to the wrong question
+            self._out_of_step = True
+            raise
 
     # -- processes ----------------------------------------------------------------------------------
 
     async def start_daemon(self) -> None:
         stack = AsyncExitStack()
-        settings = {"drain_s": "0.2", **self.settings}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.http = "{}:{}".format(*probe.getsockname())
+        settings = {"drain_s": "0.2", "http": self.http, **self.settings}
         if self.host:
             settings |= {"advertise": self.host, "data_advertise": self.host}
         found = await stack.enter_async_context(
@@ -96,12 +112,16 @@ class Side:
             python_process(arguments, name=f"worker-{self.name}", environment={"PYTHONPATH": ROOT})
         )
         self._worker = (stack, process)
+        self._out_of_step = False
         self._remote = Remote(process, limit(ANSWER_S))
         self.facts = await self.do("open", socket=str(self.socket), **self.options)
         if self.host:
-            await self._put_proxies(stack)
+            await self._put_proxies()
 
-    async def _put_proxies(self, stack: AsyncExitStack) -> None:
+    async def _put_proxies(self) -> None:
+        """New ones, since the ports may be new."""
+        await self._proxies.aclose()
+        stack = self._proxies = AsyncExitStack()
         data = self.facts["endpoints"].get("tcp")
         if data:
             port = int(data.rpartition(":")[2])
@@ -114,10 +134,19 @@ class Side:
         self.thaw()
         if self.daemon.returncode is not None:
             await self.restart_daemon()
+        if self._out_of_step:
+            self.process.kill()
+            await self.process.wait()
         if self.process.returncode is not None:
             await self.restart_worker()
-        await self.do("close")
+        try:
+            await self.do("close")
+        except DaemonUnavailable:  # it was killed, and has not been noticed as dead before
+            await self.restart_worker()
+            await self.do("close")
         self.facts = await self.do("open", socket=str(self.socket), **(self.options | options))
+        if self.host:
+            await self._put_proxies()
 
     async def restart_worker(self) -> None:
         """After its end: another one in its place."""
@@ -142,6 +171,7 @@ class Side:
             process.send_signal(signal.SIGCONT)
 
     async def aclose(self) -> None:
+        await self._proxies.aclose()
         for held in (self._worker, self._daemon):
             if held is not None:
                 await held[0].aclose()
@@ -214,6 +244,18 @@ async def cluster(
     finally:
         for side in found.values():
             await side.aclose()
+
+
+async def metric(side: Side, name: str, **labels: str) -> float:
+    """One number of a daemon's /metrics; 0 when there is no such series (yet)."""
+    response = await asyncio.to_thread(urllib.request.urlopen, f"http://{side.http}/metrics", timeout=limit(5))
+    with response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return float(sample.value)
+    return 0.0
 
 
 async def until(condition: Callable[[], object], seconds: float, what: str) -> None:
