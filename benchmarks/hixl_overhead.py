@@ -1,8 +1,9 @@
 """What the hixl transport adds to the library beneath it, over the simulator: no figure here is one of hardware.
 
-Three numbers, each with its limit: the time that a batch of 1024 descriptors takes more than the bare calls (submit,
-then ask without a pause); how long after the library has a completion it is known to the caller; and what waiting
-costs, as a share of one core. The bare calls go through the same table of C functions, in the same process.
+Each number with its limit: the time that a batch of 1024 descriptors takes more than the bare calls (submit, then ask
+without a pause); for transfers of 5, 50 and 500 ms, how long after the library has the completion it is known to the
+caller, and what waiting for it costs as a share of one core; and the same share where nothing comes at all. The bare
+calls go through the same table of C functions, in the same process.
 
     python -m benchmarks.hixl_overhead
 """
@@ -31,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 BATCH, BATCHES, ROUNDS = 1024, 16, 15
 PENDING = 16  # KVX_PENDING
 BLOCK, STRIDE = 64, 128  # blocks that do not touch, and so are not merged
-LATENCY_US = 3000
+PAUSE_S = 20e-6  # the bare calls ask so often in a long transfer: without a pause they delay the simulator
+SPANS_MS = {5: 60, 50: 24, 500: 6}  # how long one transfer takes in the simulator, and how often
 
 
 def control(**values: object) -> None:
@@ -78,7 +80,7 @@ class Bare:
             self.ops[i].local, self.ops[i].remote, self.ops[i].length = here, there, BLOCK
         self.requests = ffi.new("void *[]", BATCHES)
 
-    def run(self, count: int, batches: int) -> float:
+    def run(self, count: int, batches: int, pause: float = 0.0) -> float:
         """Seconds for so many batches of so many descriptors."""
         api, engine = self.api, self.engines[0]
         began = time.perf_counter()
@@ -86,7 +88,8 @@ class Bare:
             assert api.submit(engine, self.names[1], True, self.ops, count, self.requests + i, ffi.NULL) == 0
         for i in range(batches):
             while (status := api.poll(engine, self.requests[i], ffi.NULL)) == PENDING:
-                pass
+                if pause:
+                    time.sleep(pause)
             assert status == 0
         return time.perf_counter() - began
 
@@ -136,7 +139,7 @@ def thread_seconds(name: str) -> float:
 
 
 def bare_sleeper(seconds: float) -> float:
-    """What a thread costs here that only sleeps at our pace: the floor of this machine."""
+    """What a thread costs here that only sleeps 0.22 ms at a time: the price of a wake-up on this machine."""
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(29, 10_000, 0, 0, 0)  # PR_SET_TIMERSLACK, as the transport does
     pause = (ctypes.c_long * 2)(0, 220_000)
@@ -144,6 +147,25 @@ def bare_sleeper(seconds: float) -> float:
     while time.monotonic() - began < seconds:
         library.nanosleep(pause, None)
     return (time.thread_time() - spent) / (time.monotonic() - began)
+
+
+def lower_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=4)[0]
+
+
+async def span(bare: Bare, ours: Ours, milliseconds: int) -> tuple[int, float, float]:
+    """How much later than asking without a pause, and the share of a core meanwhile."""
+    control(LATENCY_US=milliseconds * 1000)
+    bare_s, ours_s, spent, passed = [], [], 0.0, 0.0
+    for _ in range(SPANS_MS[milliseconds]):
+        bare_s.append(bare.run(1, 1, PAUSE_S))
+        start = thread_seconds("kvx-hixl-1")
+        mine = await ours.run(1, 1)
+        spent, passed = spent + thread_seconds("kvx-hixl-1") - start, passed + mine
+        ours_s.append(mine)
+    control()
+    late = lower_quartile(ours_s) - lower_quartile(bare_s)
+    return milliseconds, late, spent / passed
 
 
 async def waiting(ours: Ours) -> tuple[float, float, float]:
@@ -164,33 +186,25 @@ async def waiting(ours: Ours) -> tuple[float, float, float]:
     return shares[0], shares[2], whole
 
 
-def lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0]
-
-
 async def measure() -> int:
     bare, ours = Bare(), Ours()
     await ours.open()
     await ours.run(1, 1)
     pairs = [(bare.run(BATCH, BATCHES), await ours.run(BATCH, BATCHES)) for _ in range(ROUNDS)]
     added = statistics.median(mine - theirs for theirs, mine in pairs) / BATCHES
-    control(LATENCY_US=LATENCY_US)
-    late = [(bare.run(1, 1), await ours.run(1, 1)) for _ in range(ROUNDS * 4)]
-    noticed = lower_quartile([mine for _, mine in late]) - lower_quartile([theirs for theirs, _ in late])
-    control()
+    spans = [await span(bare, ours, milliseconds) for milliseconds in SPANS_MS]
     share, later, whole = await waiting(ours)
     floor = await asyncio.to_thread(bare_sleeper, 1.0)
     ours.close()
     print(f"{bare.soc} (simulated): overhead only, no figure of hardware")
     rows = [
         ("added per batch of 1024", added * 1e6, 200, "us"),
-        ("noticed after", noticed * 1e6, 300, "us, with the wake-up of Python"),
-        (
-            "a core while waiting",
-            (share - floor) * 100,
-            2,
-            f"% above the {floor:.1%} of bare sleeping",
+        *(
+            (f"{ms} ms: noticed after", late * 1e6, max(300, ms * 10), "us, with the wake-up of Python")
+            for ms, late, _ in spans
         ),
+        *((f"{ms} ms: a core meanwhile", busy * 100, 2, "%, the submit included") for ms, _, busy in spans),
+        ("a core in the first stall", share * 100, 2, f"% (a thread that only sleeps 0.22 ms at a time: {floor:.1%})"),
         ("a core after 1 s without", later * 100, 2, f"% (this whole process, simulator too: {whole:.1%})"),
     ]
     for name, value, limit, unit in rows:

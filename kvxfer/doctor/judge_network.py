@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 from kvxfer.addresses import is_loopback, is_numeric, is_wildcard, parse_address
 from kvxfer.config import Config
+from kvxfer.credentials import DAY_S, Credentials
 from kvxfer.doctor.facts import Bind, Candidate, Network, PeerSeen, Program, RdmaPort
 from kvxfer.doctor.finding import Finding, Group, size, some
 from kvxfer.errors import ConfigError, UsageError
 
 BUFFER_BYTES_MIN = 4 << 20
+CERTIFICATE_DAYS_MIN = 7
 _NETWORK = Group("network")
 _RDMA = Group("rdma")
 _PEERS = Group("peers")
@@ -87,8 +89,20 @@ def judge_addresses(network: Network, config: Config) -> Iterator[Finding]:
         yield _NETWORK.warning("data_bind", found, "peers need routes for both; use one family unless that is meant")
     try:
         config.check_security()
+        yield from _certificate(Credentials(config))
     except ConfigError as refused:
-        yield _NETWORK.problem("secret", refused.message, refused.hint or "set secret_file")
+        check = "certificate" if "tls" in str(refused.fields.get("key")) else "secret"
+        yield _NETWORK.problem(check, refused.message, refused.hint or "set secret_file")
+
+
+def _certificate(known: Credentials) -> Iterator[Finding]:
+    if known.expires_in_s is None:
+        return
+    found = f"for node {known.node_id}, expires in {known.expires_in_s / DAY_S:.1f} days"
+    if known.expires_in_s < CERTIFICATE_DAYS_MIN * DAY_S:
+        yield _NETWORK.warning("certificate", found, "replace tls_cert and tls_key; a running daemon reads them again")
+    else:
+        yield _NETWORK.ok("certificate", found)
 
 
 def _advertised(key: str, bound: str, text: str, network: Network) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 /* hixl.h: private to the hixl transport (transport_hixl.c hixl_side.c hixl_owner.c hixl_peer.c hixl_device.c
- * hixl_link.c hixl_xfer.c; hixl_state.c is pure).
+ * hixl_link.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
  *
  * Two ways lead to a peer. The side link is a TCP connection of ours with the framing and the key proofs of stream.h:
  * it says where a grant lies, takes it back, announces what arrived, and answers when asked whether its process is
@@ -19,6 +19,7 @@
 #include <sys/socket.h>
 
 #include "ascend.h"
+#include "hixl_pace.h"
 #include "hixl_state.h"
 #include "stream.h"
 #include "table.h"
@@ -33,13 +34,9 @@
 #define HIXL_WINDOW_MAX       (UINT64_C(64) << 20) /* where that much is done between two looks */
 #define HIXL_BATCHES_MAX      256                  /* under way on one engine: its slots are 512 */
 #define HIXL_HEAD_POLLS       8                    /* batches of a link that are asked for at once, the oldest */
-#define HIXL_POLL_MIN_NS      50000
-#define HIXL_POLL_MAX_NS      220000  /* a completion is seen this late at most, plus the time of a wake-up */
-#define HIXL_POLL_LONG_NS     2000000 /* when nothing has moved for HIXL_LONG_MS: something is wrong anyway */
-#define HIXL_LONG_MS          1000
-#define HIXL_AGAIN_MS         1  /* the library is out of slots: try again */
-#define HIXL_MAPS_MAX         64 /* arenas of others that a link keeps mapped */
-#define HIXL_UNPROVED_MAX     64 /* accepted side links that have not proved a key yet */
+#define HIXL_AGAIN_MS         1                    /* the library is out of slots: try again */
+#define HIXL_MAPS_MAX         64                   /* arenas of others that a link keeps mapped */
+#define HIXL_UNPROVED_MAX     64                   /* accepted side links that have not proved a key yet */
 #define HIXL_KEY_FAILURES_MAX 8
 #define HIXL_TX_MAX           (1u << 20) /* answers queued on a side link: from then on it is not read */
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
@@ -105,8 +102,6 @@ struct hixl_device {
     hixl_link *links;
     uint32_t link_count;
     uint32_t batches;
-    uint64_t pace_ns;
-    uint64_t moved_ms; /* when it last did */
     uint64_t due_ms;
     bool moved; /* in this turn: something was submitted or completed */
     bool thread_ready;
@@ -138,6 +133,7 @@ struct hixl_link {
     int32_t physical;              /* the other side's device */
     uint64_t epoch;
     hixl_machine machine;
+    hixl_pace pace;
     struct hixl_call *call;                 /* that is out */
     uint64_t local_version, remote_version; /* of memory that the connection knows */
     uint64_t known_version;                 /* of the other side's, from LOCATION */

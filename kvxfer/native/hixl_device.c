@@ -62,7 +62,6 @@ int kvx_hixl_devices_open(hixl_transport *hixl, char *why, size_t why_size) {
         device->hixl = hixl;
         device->index = (int32_t)i;
         device->wake_fd = kvx_core_wake_fd(hixl->core, hixl->slot, i + 1);
-        device->pace_ns = HIXL_POLL_MIN_NS;
         pthread_mutex_init(&device->open_lock, NULL);
         if (hixl->api->device_physical(device->index, &device->physical, NULL) != KVX_OK) {
             device->physical = -1 - device->index; /* unknown: equal to no other */

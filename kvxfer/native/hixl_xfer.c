@@ -2,7 +2,7 @@
  *
  * Each link serves its ops in turns of one batch, up to a window of bytes, so that a small op does not wait for a large
  * one and a cancel has only so much to wait for. There is no completion to sleep on: while something is under way the
- * thread asks for the oldest batches at a pace that begins quick and settles at HIXL_POLL_MAX_NS.
+ * thread asks for the oldest batches when hixl_pace.h expects them to be done.
  *
  * An op that is to end (cancelled, taken back, its peer gone) submits no more and waits for what is under way; when
  * that takes too long, or a batch failed, its link is disconnected, and the op ends when the disconnect has returned.
@@ -496,7 +496,15 @@ static void retire(hixl_device *device, uint64_t now_ms) {
     }
 }
 
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
 static void turn(hixl_link *link, uint64_t now_ms, bool look) {
+    uint32_t live = link->live;
+    bool completed = false;
     kvx_hixl_link_turn(link, now_ms);
     if (link->machine.state == HIXL_UP) {
         bool waited = link->live != 0;
@@ -504,6 +512,7 @@ static void turn(hixl_link *link, uint64_t now_ms, bool look) {
         if (waited && link->live == 0 && link->run_first != NULL && link->window < HIXL_WINDOW_MAX) {
             link->window *= 2;
         }
+        completed = link->live < live;
         if (broken) {
             kvx_hixl_link_fail(link, now_ms, true);
         }
@@ -517,6 +526,11 @@ static void turn(hixl_link *link, uint64_t now_ms, bool look) {
         if (link->run_first != NULL) { /* it may have been made anew for this */
             kvx_hixl_link_want(link, now_ms);
         }
+    }
+    if (link->machine.state == HIXL_UP) {
+        hixl_pace_looked(&link->pace, now_ns(), completed, link->live_bytes);
+    } else {
+        hixl_pace_forget(&link->pace);
     }
 }
 
@@ -537,13 +551,15 @@ static uint64_t due(const hixl_device *device) {
     return at_ms;
 }
 
-static bool under_way(const hixl_device *device) {
+/* How long until the library is asked again; 0 = nothing is under way. */
+static uint64_t pace(const hixl_device *device) {
+    uint64_t least_ns = 0;
     for (const hixl_link *link = device->links; link != NULL && device->batches != 0; link = link->next) {
         if (link->live != 0 && link->machine.state == HIXL_UP) {
-            return true;
+            least_ns = earlier(least_ns, hixl_pace_next(&link->pace));
         }
     }
-    return false;
+    return least_ns;
 }
 
 static bool wait_for(hixl_device *device, int timeout_ms) {
@@ -551,8 +567,9 @@ static bool wait_for(hixl_device *device, int timeout_ms) {
     uint64_t at_ms = due(device), now_ms = at_ms != 0 ? kvx_now_ms() : 0;
     uint64_t left_ns = at_ms <= now_ms ? 0 : (at_ms - now_ms) * 1000000;
     bool bounded = at_ms != 0;
-    if (under_way(device)) {
-        left_ns = !bounded || device->pace_ns < left_ns ? device->pace_ns : left_ns;
+    uint64_t pace_ns = pace(device);
+    if (pace_ns != 0) {
+        left_ns = !bounded || pace_ns < left_ns ? pace_ns : left_ns;
         bounded = true;
     }
     if (timeout_ms >= 0 && (!bounded || (uint64_t)timeout_ms * 1000000 < left_ns)) {
@@ -566,18 +583,6 @@ static bool wait_for(hixl_device *device, int timeout_ms) {
     uint64_t value;
     (void)!read(device->wake_fd, &value, sizeof value);
     return true;
-}
-
-/* How long until the library is asked again. */
-static void pace(hixl_device *device, uint64_t now_ms) {
-    uint64_t slower = device->pace_ns * 3 / 2, most = HIXL_POLL_MAX_NS;
-    if (device->moved || device->moved_ms == 0) {
-        device->moved_ms = now_ms;
-        slower = HIXL_POLL_MIN_NS;
-    } else if (now_ms - device->moved_ms >= HIXL_LONG_MS) {
-        most = HIXL_POLL_LONG_NS;
-    }
-    device->pace_ns = slower < most ? slower : most;
 }
 
 int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
@@ -596,7 +601,6 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
         turn(link, now_ms, woken);
     }
-    pace(device, now_ms);
     return device->moved;
 }
 

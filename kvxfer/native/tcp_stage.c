@@ -146,6 +146,8 @@ static int copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *regi
     }
     if (status == KVX_OK) {
         KVX_COUNT(conn->tcp->counters, staged_bytes, spans->left);
+    } else if (status < KVX_E_CANCELLED || status >= KVX_E_INTERNAL) {
+        status = KVX_E_DEVICE; /* a caller's mistake here would be none of the other side's, who is told */
     }
     return status;
 }

@@ -97,6 +97,21 @@ def test_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> N
         worker.stdout.close()
 
 
+def test_sighup_reads_secrets_again(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("the shared secret of all\n")
+    with daemon(tmp_path, "--secret-file", str(secret), "--reload-s", "3600") as (process, _):
+        assert process.stderr is not None
+        for text, words in (("the next secret of all\n", "was read again"), ("short\n", "the old ones stay in force")):
+            secret.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            line = process.stderr.readline()
+            assert words in line
+            assert text.strip() not in line
+        assert process.poll() is None
+
+
 def test_killed_daemon_can_start_again(tmp_path: Path) -> None:
     with daemon(tmp_path) as (process, first):
         process.kill()

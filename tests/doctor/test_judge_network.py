@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvxfer.config import Config
 from kvxfer.doctor.facts import Bind, Candidate, Network, PeerSeen, Program, RdmaPort, Tcp
 from kvxfer.doctor.finding import Finding, State, worst
 from kvxfer.doctor.judge_network import accepts, family, judge_network, judge_peer, judge_toolkits
+from tests.certificates import Authority
 
 SECRET = {"secret": "0123456789abcdef"}
 OURS = Program(version="0.1.0", protocol=1)
@@ -208,3 +210,12 @@ def test_toolkits(theirs: dict[str, object], state: State) -> None:
 def test_toolkits_of_one_side_only_say_nothing() -> None:
     assert list(judge_toolkits("peer", {}, REAL)) == []
     assert list(judge_toolkits("peer", dict(REAL), {})) == []
+
+
+def test_certificates_are_tried_before_the_daemon_does(tmp_path: Path) -> None:
+    authority, node_id = Authority(tmp_path), "0a" * 16
+    for days, state in ((30, State.OK), (2, State.WARNING), (-1, State.PROBLEM)):
+        config = Config(**authority.issue("a", node_id, days=days).options())
+        found = one("certificate", config=config)
+        assert found.state is state
+        assert ("expired" if days < 0 else node_id) in found.found

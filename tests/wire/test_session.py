@@ -13,6 +13,7 @@ from kvxfer.errors import (
     BusyError,
     IdentityMismatch,
     KvxferError,
+    NotAllowed,
     NotKvxfer,
     PeerDraining,
     PeerLost,
@@ -164,6 +165,86 @@ def test_what_is_changed_on_the_way_is_noticed(change: dict[str, Any]) -> None:
     step = one.receive(two.receive(hello, 0.0).send[0], 0.0)
     assert isinstance(step.event, Closed)
     assert type(step.event.error) is AuthenticationError
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours", "fits"),
+    [
+        ((SECRET,), (OTHER_SECRET, SECRET), False),  # it proves itself with its first, which nobody else knows
+        ((SECRET,), (SECRET, OTHER_SECRET), True),
+        ((OTHER_SECRET, SECRET), (SECRET, OTHER_SECRET), True),
+        ((OTHER_SECRET, SECRET), (SECRET,), True),
+        ((OTHER_SECRET,), (SECRET,), False),
+    ],
+)
+def test_of_several_secrets_the_first_is_used_and_all_are_accepted(
+    mine: tuple[bytes, ...], yours: tuple[bytes, ...], fits: bool
+) -> None:
+    one, two = (dialler(secret=mine[0], more_secrets=mine[1:]), acceptor(secret=yours[0], more_secrets=yours[1:]))
+    pair = Pair(one, two).shake()
+    if fits:
+        assert [event[0].authenticated for event in pair.events.values()] == [True, True]
+    else:
+        assert [type(error) for error in pair.errors()] == [AuthenticationError, AuthenticationError]
+
+
+def test_a_certificate_says_who_the_other_side_is() -> None:
+    one, two = dialler(), acceptor()
+    one.certify(ACCEPTOR.node_id)
+    two.certify(DIALLER.node_id)
+    pair = Pair(one, two).shake()
+    assert [event[0].authenticated for event in pair.events.values()] == [True, True]
+    for side in (0, 1):
+        ends = dialler(), acceptor()
+        ends[side].certify("ff" * 16)
+        errors = Pair(*ends).shake().errors()
+        assert [type(error) for error in errors] == [AuthenticationError, AuthenticationError]
+        assert errors[side].fields["certified"] == "ff" * 16
+
+
+def test_namespaces_are_told_and_part_of_the_proof() -> None:
+    one = dialler(replace(DIALLER, namespace="a"), secret=SECRET)
+    two = acceptor(replace(ACCEPTOR, namespace="b"), secret=SECRET)
+    pair = Pair(one, two).shake()
+    assert [pair.events[side][0].peer.namespace for side in ("dialler", "acceptor")] == ["b", "a"]
+    for side, change in (("dialler", "a"), ("acceptor", "b")):
+        one = dialler(replace(DIALLER, namespace="a"), secret=SECRET)
+        two = acceptor(replace(ACCEPTOR, namespace="b"), secret=SECRET)
+        hello = one.start(0.0)[0]
+        hello = replace(hello, namespace=change if side == "acceptor" else "")
+        welcome = two.receive(hello, 0.0).send[0]
+        welcome = replace(welcome, namespace="b" if side == "dialler" else "")
+        event = one.receive(welcome, 0.0).event
+        assert isinstance(event, Closed)
+        assert type(event.error) is AuthenticationError
+
+
+@pytest.mark.parametrize("side", ["dialler", "acceptor"])
+def test_who_may_not_connect_is_refused_after_the_proof(side: str) -> None:
+    asked: list[Facts] = []
+
+    def authorise(facts: Facts) -> None:
+        asked.append(facts)
+        raise NotAllowed("not this one")
+
+    def made(secret: bytes) -> Pair:
+        options = {name: {"authorise": authorise} if name == side else {} for name in ("dialler", "acceptor")}
+        two = acceptor(secret=secret, **options["acceptor"])
+        return Pair(dialler(secret=SECRET, **options["dialler"]), two).shake()
+
+    assert [type(error) for error in made(SECRET).errors()] == [NotAllowed, NotAllowed]
+    [facts] = asked
+    assert facts.node_id == (ACCEPTOR if side == "dialler" else DIALLER).node_id
+    assert [type(error) for error in made(OTHER_SECRET).errors()] == [AuthenticationError, AuthenticationError]
+    assert len(asked) == 1
+
+
+def test_a_tool_is_judged_by_its_certificate() -> None:
+    asked: list[Facts] = []
+    end = acceptor(authorise=asked.append)
+    end.certify("cc" * 16)
+    Pair(dialler(replace(DIALLER, role="tool", node_id="")), end).shake()
+    assert [(facts.role, facts.node_id) for facts in asked] == [("tool", "cc" * 16)]
 
 
 def test_authentication_may_be_left_out_where_it_is_not_required() -> None:
