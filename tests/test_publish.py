@@ -20,6 +20,7 @@ from kvxfer.native.engine import OpKind
 from kvxfer.publish import as_ticket
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire.messages import Claim
+from tests.conftest import slack
 from tests.nodes import until
 
 TABLE = scattered(1, 8, 40, 16)

@@ -130,7 +130,7 @@ async def test_c09_every_part_ends_once(nodes: Cluster) -> None:
 
 @pytest.mark.parametrize("pause_ms", [60, pytest.param(150, marks=pytest.mark.full)])
 async def test_c10_a_storm_of_aborts(nodes: Cluster, pause_ms: int) -> None:
-    """A hundred requests of 2 s (in full 5 s); 89 are aborted by A and B hears it at once, the others arrive exactly."""
+    """A hundred requests of 2 s (in full 5 s); 89 are aborted by A, B hears it at once, and the others are exact."""
     slowed = slow(nodes.transport, f"chunk_bytes=1024,chunk_ms={pause_ms}")
     a, b = await nodes.fresh(a=slowed)
     for side in (a, b):
