@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import mmap
 import os
 import sys
 import time
@@ -57,6 +58,7 @@ class Actor(Many):
         self.tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self.tickets: dict[str, Any] = {}
         self.landings: dict[str, kvxfer.Landing] = {}
+        self.kept: list[Any] = []
         self.releases: list[asyncio.Task[None]] = []
         self.watched: dict[str, asyncio.Task[int]] = {}
 
@@ -543,6 +545,47 @@ class Actor(Many):
     async def landing_stalled(self, name: str) -> dict[str, Any]:
         """The API of a flow that waits."""
         return {"stalled": self.landings[name].stalled}
+
+    async def reregister(self, length: int, access: str = "r") -> dict[str, Any]:
+        """A region at an address, and after its end another one at the same address: both descriptors."""
+        memory = mmap.mmap(-1, length)
+        array = np.frombuffer(memory, dtype=np.uint8)
+        address = array.ctypes.data
+        first = await self.client.register(address=address, length=length)
+        old = first.descriptor(access)
+        await first.release()
+        array[:] = 9  # another meaning
+        self.regions["again"] = await self.client.register(address=address, length=length)
+        self.kept.append(memory)
+        new = self.regions["again"].descriptor(access)
+        return {"old": old.to_dict(), "new": new.to_dict(), "ids": [first.id, self.regions["again"].id]}
+
+    async def cycle(self, count: int) -> dict[str, Any]:
+        """So many registrations of the same memory; how many different ids."""
+        memory = np.zeros(4096, dtype=np.uint8)
+        ids = set()
+        for _ in range(count):
+            region = await self.client.register(memory)
+            ids.add(region.id)
+            await region.release()
+        return {"different": len(ids)}
+
+    async def announce(self, to: list[str], first: int, count: int) -> dict[str, Any]:
+        """Small messages for channels that nobody will ever listen on; outcomes."""
+        outcomes: Counter[str] = Counter()
+
+        async def some(numbers: range) -> None:
+            for number in numbers:
+                try:
+                    await self.client.send(to, f"nobody-{number}", b"x", timeout=20)
+                    outcomes["done"] += 1
+                except KvxferError as error:
+                    outcomes[error.code] += 1
+
+        step = -(-count // 32)
+        spans = [range(at, min(at + step, first + count)) for at in range(first, first + count, step)]
+        await asyncio.gather(*(some(span) for span in spans))
+        return {"outcomes": dict(outcomes)}
 
     # -- looking ------------------------------------------------------------------------------------
 
