@@ -60,6 +60,7 @@ class Admission:
         self._peers: dict[Hashable, _Peer] = {}
         self._running: set[Permit] = set()
         self._bytes = 0
+        self._waiting = 0  # for all peers
         # Peers whose head waits for nothing but the global limit, in the order in which that became true.
         self._turn: deque[Hashable] = deque()
 
@@ -84,13 +85,26 @@ class Admission:
         config = self._config
         if not isinstance(size, int) or size < 0:
             raise InvalidLength("an operation's size is zero or more bytes", bytes=str(size)[:40])
-        limit = min(config.window_bytes_max, config.inflight_bytes_max)
+        limit = config.window_bytes_max  # never larger than inflight_bytes_max
         if size > limit:
-            raise TooLarge("the operation is larger than the window", peer=_name(peer), bytes=size, limit=limit)
+            why = "the operation is larger than the window"
+            raise TooLarge(why, peer=_name(peer), bytes=size, limit=limit, option="window_bytes_max")
         state = self._peers.get(peer)
         if state is not None and len(state.waiting) >= config.window_waiters_max:
             raise PeerBackpressure(
-                "too many operations wait for this peer", peer=_name(peer), waiting=len(state.waiting)
+                "too many operations wait for this peer",
+                peer=_name(peer),
+                waiting=len(state.waiting),
+                limit=config.window_waiters_max,
+                option="window_waiters_max",
+            )
+        if self._waiting >= config.waiters_max:
+            raise PeerBackpressure(
+                "too many operations wait for all peers together",
+                peer=_name(peer),
+                waiting=self._waiting,
+                limit=config.waiters_max,
+                option="waiters_max",
             )
         if state is None:
             state = self._peers[peer] = _Peer()
@@ -99,6 +113,7 @@ class Admission:
             self._begin(permit, state)  # the usual case: nobody is overtaken
             return permit, "admitted"
         state.waiting[permit] = None
+        self._waiting += 1
         started = self._start(peer)
         return permit, "admitted" if permit in started else "queued"
 
@@ -121,6 +136,7 @@ class Admission:
         if state is None or permit not in state.waiting:
             return []
         del state.waiting[permit]
+        self._waiting -= 1
         started = self._start(permit.peer)
         self._tidy(permit.peer)
         return started
@@ -155,6 +171,7 @@ class Admission:
             return [], []
         waiting = list(state.waiting)
         state.waiting.clear()
+        self._waiting -= len(waiting)
         state.credits = None
         self._drop_turn(peer)
         self._tidy(peer)
@@ -164,6 +181,7 @@ class Admission:
         """Assert internal consistency, and that nothing waits without a reason."""
         config = self._config
         assert self._bytes == sum(permit.bytes for permit in self._running) <= config.inflight_bytes_max
+        assert self._waiting == sum(len(state.waiting) for state in self._peers.values()) <= config.waiters_max
         assert len(self._turn) == len(set(self._turn))
         for peer, state in self._peers.items():
             mine = [permit for permit in self._running if permit.peer == peer]
@@ -221,6 +239,7 @@ class Admission:
                 break
             self._turn.popleft()
             del state.waiting[head]
+            self._waiting -= 1
             self._begin(head, state)
             started.append(head)
             if state.waiting and self._fits_window(state):

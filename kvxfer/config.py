@@ -278,7 +278,8 @@ class Config:
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")
     window_bytes_max: int = _size(256 * MIB, 64 * KIB, 1 << 40, "Bytes in flight to one peer.")
     inflight_bytes_max: int = _size(1 * GIB, 64 * KIB, 1 << 42, "Bytes in flight to all peers together.")
-    window_waiters_max: int = _int(4096, 1, 1 << 20, "Operations that wait for one peer's window.")
+    window_waiters_max: int = _int(16384, 1, 1 << 20, "Operations that wait for one peer's window.")
+    waiters_max: int = _int(65536, 1, 1 << 22, "Operations that wait for the windows of all peers together.")
     # -- control plane --
     links_max: int = _int(1024, 1, 65536, "Incoming control connections.")
     handshakes_max: int = _int(64, 1, 4096, "Incoming control connections that have not yet proved themselves.")

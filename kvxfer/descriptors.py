@@ -26,9 +26,9 @@ SECONDS_MAX = 31_536_000.0
 ENDPOINT_CHARS_MAX = 255
 
 
-def _require(condition: bool, what: str, value: object) -> None:
+def _require(condition: bool, what: str, value: object, whose: str = "descriptor") -> None:
     if not condition:  # `reprlib` goes only so deep and so far: the value is a stranger's
-        raise UsageError(f"bad descriptor: {what}", value=reprlib.repr(value)[:80])
+        raise UsageError(f"bad {whose}: {what}", value=reprlib.repr(value)[:80])
 
 
 def _is_u64(value: object) -> bool:
@@ -160,14 +160,15 @@ class Ticket:
 
     def __post_init__(self) -> None:
         for name in ("node_id", "incarnation", "posting"):
-            _require(_is_hex(getattr(self, name), 32), f"{name} must be 32 hex digits", getattr(self, name))
+            _require(_is_hex(getattr(self, name), 32), f"{name} must be 32 hex digits", getattr(self, name), "ticket")
         secret_fits = isinstance(self.secret, bytes) and len(self.secret) == 16
-        _require(secret_fits, "secret must be 16 bytes", type(self.secret))
-        _require(1 <= len(self.addresses) <= CANDIDATES_MAX, "addresses", self.addresses)
+        _require(secret_fits, "secret must be 16 bytes", type(self.secret), "ticket")
+        _require(1 <= len(self.addresses) <= CANDIDATES_MAX, "addresses", self.addresses, "ticket")
         for text in self.addresses:
-            _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "address", text)
-        _require(isinstance(self.request_id, str) and 0 < len(self.request_id) <= 256, "request_id", self.request_id)
-        _require(_is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s)
+            _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "address", text, "ticket")
+        named = isinstance(self.request_id, str) and 0 < len(self.request_id) <= 256
+        _require(named, "request_id", self.request_id, "ticket")
+        _require(_is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s, "ticket")
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of strings and numbers for a router to carry."""
@@ -188,8 +189,8 @@ class Ticket:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Ticket:
         """Rebuild a ticket; anything malformed is a `UsageError` that names the field."""
-        _require(isinstance(raw, Mapping), "not a mapping", raw)
-        _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"))
+        _require(isinstance(raw, Mapping), "not a mapping", raw, "ticket")
+        _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"), "ticket")
         try:
             return cls(
                 node_id=raw["node_id"],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from kvxfer.config import Config
 from kvxfer.dataplane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
 from kvxfer.dispatch import Dispatcher
-from kvxfer.errors import BusyError, ClosedError, KvxferError, TooLarge, UsageError
+from kvxfer.errors import BusyError, ClosedError, ConfigError, KvxferError, TooLarge, UsageError
 from kvxfer.link import Link
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.tasks import TaskOwner
@@ -71,6 +72,14 @@ class LandingPool:
         self._owner = owner
         self._bytes_max = config.landing_bytes_max
         self._prewarm_bytes = config.landing_prewarm_bytes
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self._prewarm_bytes > host_bytes:
+            raise ConfigError(
+                "more memory is to be touched at the start than this host has",
+                key="landing_prewarm_bytes",
+                value=self._prewarm_bytes,
+                accepted=f"at most {host_bytes}",
+            )
         self._clock = clock
         self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
         self._by_posting: dict[str, Landing] = {}
@@ -95,8 +104,13 @@ class LandingPool:
 
         Raises `BusyError` when the pool is full, `TooLarge` for what can never fit, `UsageError` for a key in use.
         """
-        if message.length > self._bytes_max:
-            raise TooLarge("larger than the landing pool", bytes=message.length, landing_bytes_max=self._bytes_max)
+        if _rounded(message.length) > self._bytes_max:  # it would never find room
+            raise TooLarge(
+                "larger than the landing pool",
+                bytes=_rounded(message.length),
+                limit=self._bytes_max,
+                option="landing_bytes_max",
+            )
         namespace = self._dispatcher.registry.namespace_of(link)
         if (namespace, message.key) in self._by_key:
             raise UsageError("there is a landing with this key already", key=message.key)
@@ -145,7 +159,8 @@ class LandingPool:
                 "the landing pool is full",
                 bytes=size,
                 used_bytes=self.used_bytes,
-                landing_bytes_max=self._bytes_max,
+                limit=self._bytes_max,
+                option="landing_bytes_max",
                 hint="try again when a landing was adopted, or raise landing_bytes_max there",
             )
         while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:

@@ -42,7 +42,7 @@ def test_bytes_at_the_limit_pass_and_one_more_never_does() -> None:
     assert admission.admit("a", 1, 0.0)[1] == "queued"
     with pytest.raises(TooLarge) as caught:
         admission.admit("b", 4 * KIB64 + 1, 0.0)
-    assert caught.value.fields["limit"] == 4 * KIB64
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (4 * KIB64, "window_bytes_max")
     assert admission.window("b").waiting == 0
     admission.check()
 
@@ -76,7 +76,25 @@ def test_a_full_line_says_so() -> None:
     with pytest.raises(PeerBackpressure) as caught:
         admission.admit("a", 1, 0.0)
     assert caught.value.retryable
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (2, "window_waiters_max")
     assert admission.admit("b", 1, 0.0)[1] == "admitted", "another peer has its own line"
+
+
+def test_all_lines_together_are_bounded_and_the_error_names_the_limit() -> None:
+    admission = Admission(Config(window_ops_max=1, waiters_max=3))
+    for peer in "abc":
+        admission.admit(peer, 1, 0.0)
+    waiting = [admission.admit(peer, 1, 0.0)[0] for peer in "abc"]
+    with pytest.raises(PeerBackpressure) as caught:
+        admission.admit("a", 1, 0.0)
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (3, "waiters_max")
+    admission.abandon(waiting[0])
+    admission.check()
+    permit, verdict = admission.admit("b", 1, 0.0)
+    assert verdict == "queued"
+    assert admission.remove_peer("b")[0] == [waiting[1], permit]
+    admission.check()
+    assert admission.admit("c", 1, 0.0)[1] == "queued", "what left its line, however it left, makes room"
 
 
 def test_credits_lead() -> None:

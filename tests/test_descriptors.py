@@ -140,5 +140,5 @@ def test_junk_in_a_descriptor_is_a_usage_error(name: str, junk: object) -> None:
 
 @given(JUNK)
 def test_junk_instead_of_a_ticket_is_a_usage_error(junk: Any) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="bad ticket"):
         Ticket.from_dict(junk)

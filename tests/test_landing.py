@@ -13,7 +13,7 @@ from kvxfer import landing as pool_module
 from kvxfer import tags
 from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import AccessDenied, BusyError, PeerDraining, TooLarge, UnknownTransfer, UsageError
+from kvxfer.errors import AccessDenied, BusyError, ConfigError, PeerDraining, TooLarge, UnknownTransfer, UsageError
 from kvxfer.native.engine import OpKind
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
@@ -168,7 +168,8 @@ async def test_full_pool_says_so_at_once_and_recovers() -> None:
         await pusher.ask(land("b"))
         with pytest.raises(BusyError) as caught:
             await pusher.ask(land("c"), timeout=1)
-        assert caught.value.fields["landing_bytes_max"] == 2 * MIB
+        assert caught.value.fields["limit"] == 2 * MIB
+        assert caught.value.fields["option"] == "landing_bytes_max"
         assert caught.value.retryable
         assert server.landings.refused == 1
         await pusher.ask(settle(first, "cancelled"))
@@ -272,3 +273,18 @@ async def test_prewarmed_memory_is_there_and_used() -> None:
         await until(lambda: server.landings.kept_bytes >= 3 * MIB)
         await pusher.ask(land(length=2 * MIB))
         assert server.landings.kept_bytes == 0
+
+
+async def test_what_would_be_too_large_once_rounded_up_fails_at_once() -> None:
+    """The pool gives memory in pieces of 2 MiB: 2.5 MiB would never find room in one of 3 MiB."""
+    async with node(landing_bytes_max=3 * MIB) as server, worker(server) as pusher:
+        with pytest.raises(TooLarge) as caught:
+            await pusher.ask(land(length=5 * MIB // 2))
+        assert (caught.value.fields["limit"], caught.value.fields["bytes"]) == (3 * MIB, 4 * MIB)
+        await pusher.ask(land(length=2 * MIB))
+
+
+async def test_more_prewarmed_memory_than_the_host_has_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="landing_prewarm_bytes"):
+        async with node(landing_prewarm_bytes="3TiB", landing_bytes_max="4TiB"):
+            pass

@@ -20,6 +20,7 @@ from kvxfer.native.engine import OpKind
 from kvxfer.publish import as_ticket
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire.messages import Claim
+from tests.conftest import slack
 from tests.nodes import until
 
 TABLE = scattered(1, 8, 40, 16)
@@ -160,3 +161,32 @@ async def test_consumers_are_a_positive_integer(bad: object) -> None:
 async def test_what_is_no_ticket_is_refused(bad: object) -> None:
     with pytest.raises(UsageError):
         as_ticket(bad)  # type: ignore[arg-type]
+
+
+async def test_a_ticket_that_is_released_unread_counts_once() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        cache = await make_cache(a, small_geometry(), 4)
+        table = scattered(1, 4, 40, 16)
+        async with a.publish("r", cache, table, lease_s=5) as ticket:
+            raw = ticket.to_dict()
+            await b.release(raw)
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "released"
+        await b.release(raw)
+        async with a.publish("s", cache, table, lease_s=5, consumers=2) as ticket:
+            for _ in range(3):
+                await b.release(ticket)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ticket.wait_released(), 0.1)
+            assert ticket.outcome == ""
+            await a.release(ticket.to_json())
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "released"
+        assert a.plane.engine.counters().grants == 0
+
+
+async def test_releasing_what_is_over_does_nothing() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        cache = await make_cache(a, small_geometry(), 4)
+        async with a.publish("r", cache, scattered(1, 4, 40, 16), lease_s=0.1) as ticket:
+            raw = ticket.to_dict()
+        assert ticket.outcome == "expired"
+        await b.release(raw)

@@ -32,7 +32,7 @@
 #define SHM_GRANULE      (UINT64_C(16) << 10)  /* page tables are filled for so much at once */
 #define SHM_AHEAD_MAX    (UINT64_C(256) << 20) /* of a new mapping are filled before they are needed, so much */
 #define SHM_AHEAD_TURN   (UINT64_C(1) << 20)   /* before other jobs have their turn */
-#define SHM_IDLE_MAX     1024                  /* mappings of a peer that no import uses */
+#define SHM_IDLE_MAX     256                   /* mappings of a peer that no import uses */
 #define SHM_UNMAP_MAX    (UINT64_C(16) << 20)  /* larger mappings are unmapped by the copy pool */
 #define SHM_FD_MISSED    (-2)                  /* a descriptor came, but we had no room for it */
 #define SHM_PROCESS      1                     /* marks the address of a link in the epoll set */

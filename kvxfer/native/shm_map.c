@@ -84,6 +84,17 @@ static bool join_one(shm_peer *peer, shm_import *import, const shm_map *wanted, 
     return false;
 }
 
+/* A new map takes the place of those that it covers; spans of one region would otherwise pile up. With the lock held.
+ */
+static void map_covers_others(shm_map *map) {
+    for (shm_map *other = map->next; other != NULL; other = other->next) {
+        if (map_holds(map, other)) {
+            other->unwanted = true;
+        }
+    }
+    kvx_shm_todo(map->peer);
+}
+
 void kvx_shm_map_leave(shm_import *import) {
     shm_map *map = import->map;
     import->map = NULL;
@@ -245,6 +256,7 @@ static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int 
     map_to_front(map);
     peer->idle_maps++;
     map_join(map, import, at);
+    map_covers_others(map);
     ahead_begin(map);
     pthread_mutex_unlock(&shm->lock);
     return KVX_OK;

@@ -94,9 +94,7 @@ class Side:
 
     async def start_daemon(self) -> None:
         stack = AsyncExitStack()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.http = "{}:{}".format(*probe.getsockname())
+        self.http = f"127.0.0.1:{free_port()}"
         settings = {"drain_s": "0.2", "http": self.http, **self.settings}
         if self.host:
             settings |= {"advertise": self.host, "data_advertise": self.host}
@@ -227,15 +225,17 @@ async def cluster(
     daemons: dict[str, Any] | None = None,
     workers: dict[str, Any] | None = None,
     special: dict[str, dict[str, Any]] | None = None,
+    own_daemons: dict[str, dict[str, Any]] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A daemon and a worker per letter of ``sides``; ``daemons`` and ``workers`` are options of all, ``special`` of
-    one side's worker.
+    """A daemon and a worker per letter of ``sides``; ``daemons`` and ``workers`` are options of all, ``special`` and
+    ``own_daemons`` of one side's.
     """
     found = Cluster(transport)
     try:
         for number, name in enumerate(sides):
             options = {"transports": [transport], "timeout_s": 20.0, **(workers or {}), **(special or {}).get(name, {})}
-            found[name] = Side(name, directory, options, dict(daemons or {}))
+            settings = {**(daemons or {}), **(own_daemons or {}).get(name, {})}
+            found[name] = Side(name, directory, options, settings)
             if name in proxied:
                 found[name].host = f"127.0.0.{2 + number}"
         await asyncio.gather(*(side.start_daemon() for side in found.values()))
@@ -244,6 +244,13 @@ async def cluster(
     finally:
         for side in found.values():
             await side.aclose()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def metric(side: Side, name: str, **labels: str) -> float:

@@ -145,7 +145,8 @@ async def test_c04_a_timeout_frees_nothing_that_is_in_use(nodes: Cluster, rounds
     assert a.process.returncode is None
 
 
-async def test_c05_release_means_finished(nodes: Cluster) -> None:
+@pytest.mark.parametrize("every_s", [0.04, pytest.param(0.2, marks=pytest.mark.full)])
+async def test_c05_release_means_finished(nodes: Cluster, every_s: float) -> None:
     a, b = await nodes.fresh(a=slow(nodes.transport, "chunk_bytes=65536,chunk_ms=100"))
     await memory(nodes, 32 * BLOCK)
     await begin(nodes, "push", "t")
@@ -162,7 +163,7 @@ async def test_c05_release_means_finished(nodes: Cluster) -> None:
     digests = set()
     for _ in range(10):
         digests.add((await b.do("digest", name="m"))["sha"])
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(every_s)
     assert len(digests) == 1
     # drain=True waits for what runs.
     await a.do("alloc", name="m", length=4 * BLOCK)

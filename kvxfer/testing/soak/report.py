@@ -32,6 +32,7 @@ def as_dict(soak: Soak, verdicts: Sequence[Verdict], seconds: float) -> dict[str
             }
             for one in verdicts
         },
+        "objects_grown": tally.grown,
         "passed": passed(soak, verdicts),
     }
 
@@ -53,6 +54,7 @@ def as_text(soak: Soak, verdicts: Sequence[Verdict], seconds: float) -> str:
     for one in sorted(verdicts, key=lambda found: (found.flat, found.name)):
         row = f"{one.name:34}{one.first:12g}{one.last:12g}{one.slope:18g}{one.points:9}"
         lines.append(row if one.flat else f"{row}  NOT FLAT: {one.why}")
+    lines += [f"{who}: more objects: {kinds}" for who, kinds in sorted(tally.grown.items()) if kinds]
     lines += [f"WRONG: {text}" for text in tally.wrongs.first]
     if tally.wrongs.count > len(tally.wrongs.first):
         lines.append(f"WRONG: and {tally.wrongs.count - len(tally.wrongs.first)} more")

@@ -25,6 +25,7 @@ from kvxfer.testing.soak.side import process_sample
 from kvxfer.testing.worker import Remote, WorkerFailed
 
 ANSWER_S = 120.0
+DAEMON_ATTEMPTS = 3
 ROUND, MORTAL_ROUND = 600, 96
 PATIENCE_S = {False: 8.0, True: 1.5}  # of a lane where nobody dies, and of the other
 SEED_A, SEED_B = 11, 22
@@ -59,9 +60,11 @@ class Tally:
     rounds: int = 0
     wrongs: Wrongs = field(default_factory=Wrongs)
     table: dict[str, Series] = field(default_factory=dict)
+    grown: dict[str, dict[str, int]] = field(default_factory=dict)  # objects by worker and type, since the warm-up
 
     def sampled(self, who: str, found: dict[str, Any]) -> None:
         """One look at a process at rest."""
+        self.grown[who] = found.pop("grown", {})
         for name, value in found.items():
             self.table.setdefault(f"{who} {name}", Series()).add(self.transfers, float(value))
 
@@ -258,7 +261,13 @@ class Soak:
 
     async def mend_daemon(self) -> None:
         await self.stop_daemon("m")
-        await self.start_daemon("m")
+        for attempt in range(DAEMON_ATTEMPTS):
+            try:
+                await self.start_daemon("m")
+                break
+            except DaemonUnavailable:  # a machine that has other things to do
+                if attempt == DAEMON_ATTEMPTS - 1:
+                    raise
 
     async def mend(self, lane: Lane, what: Trouble) -> None:
         """A new process in the victim's place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class Side:
     def __init__(self) -> None:
         self.wrongs = Wrongs()
         self.socket = ""
+        self._kinds: Counter[str] = Counter()  # of objects, after the warm-up
+        self._samples = 0
 
     async def open(self, socket: str, transports: list[str], seed: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Connect and lay out the memory."""
@@ -109,13 +112,18 @@ class Side:
                 break
             await asyncio.sleep(0.02)
         gc.collect()
+        kinds = Counter(type(one).__name__ for one in gc.get_objects())
+        self._samples += 1
+        if self._samples == 4:
+            self._kinds = kinds
         counters = self.client.plane.engine.counters()
         return {
             **process_sample(os.getpid()),
             **self._held(),
             "threads": int(counters.threads),  # the engine's own; the loop's executor grows and shrinks by itself
             "tasks": len(asyncio.all_tasks()),
-            "objects": len(gc.get_objects()),
+            "objects": sum(kinds.values()),
+            "grown": dict((kinds - (self._kinds or kinds)).most_common(8)),
             "regions": counters.regions,
             "imports": counters.imports,
         }

@@ -1,0 +1,149 @@
+"""K04: blocks, slots and handles come back: after aborts, timeouts, orphans and requests that were refused early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.cases.facts import limit, pattern_sha
+from tests.cases.harness import Cluster, metric, slow
+
+pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+BLOCK = 64 << 10
+BLOCKS = list(range(8))
+ALL = ("inflight", "imports", "pinned", "quarantined", "quarantined_grants", "regions", "fds", "threads")
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.full)])
+async def test_c22_aborts_at_any_moment(nodes: Cluster, rounds: int) -> None:
+    """500 transfers, each aborted at a seeded moment: before its start, while it connects, in the middle, too late."""
+    slowed = slow(nodes.transport, "delay_ms=0..5,seed=3")
+    baseline = None
+    for number in range(rounds):
+        a, b = await nodes.fresh(a=slowed)  # a new client: so that the first ones meet the connect
+        for side in (a, b):
+            await side.do("alloc", name="m", length=500 * 4096)
+        target = (await b.do("describe", name="m"))["descriptor"]
+        if number:
+            await a.do("latencies", count=1, region="m", descriptor=target, size=4096)
+        how = {"count": 500, "region": "m", "descriptor": target, "within_s": 0.05, "timeout": 10}
+        outcomes = (await a.do("storm", seed=number, **how))["outcomes"]
+        assert sum(outcomes.values()) == 500
+        assert set(outcomes) <= {"cancelled", "done"}, outcomes
+        assert outcomes["cancelled"] > 20
+        assert outcomes.get("done", 0) > 20 * min(number, 1), "some were over already"
+        for side in (a, b):
+            await side.back_to(
+                {"inflight": 0, "pinned": 0, "quarantined": 0, "quarantined_grants": 0},
+                1,
+                ("inflight", "pinned", "quarantined", "quarantined_grants"),
+            )
+        assert (await b.holds())["grants"] == 1, "the one that the test made"
+        baseline = baseline or await a.holds()
+        await a.back_to(baseline, 2, ("imports", "regions", "threads", "fds", "tasks"))
+
+
+async def test_c23_slots_free_themselves(behind_proxies: Cluster) -> None:
+    """Every slot waits for a peer that says nothing; nobody asks for anything more; they come back all the same."""
+    a, b, c = await behind_proxies.fresh(b={"inflight_max": 64, "window_ops_max": 64, "cancel_s": 0.3})
+    for side in (a, b, c):
+        await side.do("alloc", name="m", length=64 * BLOCK)
+    dead = (await a.do("describe", name="m"))["descriptor"]
+    alive = (await c.do("describe", name="m"))["descriptor"]
+    await b.do("start", name="warm", way="put", region="m", descriptor=dead, span=(0, 4096))
+    await b.do("outcome", name="warm")
+    a.data.black_hole()
+    try:
+        began = time.monotonic()
+        for index in range(64):
+            span, offset = (index * BLOCK, BLOCK), index * BLOCK
+            how = {"way": "get", "region": "m", "descriptor": dead, "span": span, "remote_offset": offset}
+            await b.do("start", name=f"t{index}", timeout=1, **how)
+        while await metric(b, "kvxfer_inflight") < 64:
+            assert time.monotonic() - began < limit(1), "all slots are taken"
+            await asyncio.sleep(0.01)
+        while await metric(b, "kvxfer_inflight") > 0:
+            assert time.monotonic() - began < limit(1 + 1 + 0.5), "read from the metrics alone"
+            await asyncio.sleep(0.02)
+        await b.do("start", name="healthy", way="put", region="m", descriptor=alive)
+        assert (await b.do("outcome", name="healthy"))["decided_s"] < limit(0.5)
+        for index in range(64):
+            state = await b.do("state", name=f"t{index}")
+            assert (state["state"], state["settled"]) in (("timed_out", 1), ("failed", 1)), state
+    finally:
+        a.data.heal()
+
+
+@pytest.mark.parametrize("count", [6000, pytest.param(200_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+async def test_c25_announcements_that_nobody_claims(behind_proxies: Cluster, count: int) -> None:
+    """To C's daemon, which holds 2000 channels at most, each message for 2 s."""
+    _, a, b = await behind_proxies.fresh()
+    for side in (a, b):
+        await side.do("alloc", name="m", length=8 * BLOCK)
+    await a.do("fill", name="m", seed=1, block=BLOCK)
+    target = (await b.do("describe", name="m"))["descriptor"]
+    how = {"region": "m", "descriptor": target, "size": 4096}
+    unloaded = (await a.do("latencies", count=100, **how))["seconds"]
+    await a.do("announce", to=b.node, first=0, count=100)
+    rss = b.rss_bytes(b.daemon)
+    refused, sent, loaded = 0, 0, []
+    while sent < count:
+        some = min(2500, count - sent)
+        outcomes = (await a.do("announce", to=b.node, first=sent, count=some))["outcomes"]
+        assert set(outcomes) <= {"done", "too_many_pending"}, outcomes
+        refused += outcomes.get("too_many_pending", 0)
+        sent += some
+        assert await metric(b, "kvxfer_channels") <= 2000
+        loaded += (await a.do("latencies", count=50, **how))["seconds"]
+    assert refused > 0, "beyond the cap the sender is told"
+    assert b.rss_bytes(b.daemon) - rss <= 32 << 20
+    assert sorted(loaded)[int(len(loaded) * 0.99)] <= 5 * unloaded[98] + limit(0.01)
+    began = time.monotonic()
+    while await metric(b, "kvxfer_channels") > 0:
+        assert time.monotonic() - began < limit(2 + 2), "they expire"
+        await asyncio.sleep(0.05)
+    await a.do("start", name="t", way="put", region="m", descriptor=target)
+    assert (await a.do("outcome", name="t"))["state"] == "done"
+    assert (await b.do("digest", name="m"))["sha"] == pattern_sha(1, range(8), BLOCK)
+
+
+async def test_c26_a_request_that_is_not_fetched_after_all(nodes: Cluster) -> None:
+    a, b = await nodes.fresh()
+    await a.do("cache", name="c", blocks=8)
+    ticket = (await a.do("publish", name="p", cache="c", blocks=BLOCKS, lease_s=30))["ticket"]
+    baseline = await b.holds()
+    freed = await b.do("free", ticket=ticket)
+    ended = await a.do("ended", name="p")
+    assert ended["how"] == "released"
+    assert ended["at"] - freed["at"] <= limit(0.2)
+    for _ in range(2):
+        await b.do("free", ticket=ticket)
+    # Three calls are one consumer.
+    ticket = (await a.do("publish", name="two", cache="c", blocks=BLOCKS, lease_s=1, consumers=2))["ticket"]
+    began = time.monotonic()
+    for _ in range(3):
+        await b.do("free", ticket=ticket)
+    ended = await a.do("ended", name="two")
+    assert ended["how"] == "expired", "the other consumer never came: the lease frees the blocks"
+    assert 1 - 0.1 <= time.monotonic() - began <= limit(2)
+    await b.back_to(baseline, 1)
+    assert (await a.holds())["grants"] == 0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.full)])
+async def test_c27_late_completions(nodes: Cluster, count: int) -> None:
+    """The transport hangs, all time out; then it goes on and completes every one of them, too late."""
+    a, b = await nodes.fresh(a=slow(nodes.transport, "stuck_ms=2000") | {"window_ops_max": 4096})
+    for side in (a, b):
+        await side.do("alloc", name="m", length=64 * BLOCK)
+    target = (await b.do("describe", name="m"))["descriptor"]
+    before = await a.do("counters")
+    found = await a.do("burst", count=count, region="m", descriptor=target, size=4096, timeout=0.5)
+    assert found["outcomes"] == {"timed_out": count}
+    assert found["decided_s"] < limit(1.5)
+    assert found["settled"] == {"1": count}, "each once"
+    after = await a.do("counters")
+    assert after["late"] - before["late"] == count
+    await a.back_to({"inflight": 0, "pinned": 0}, 2, ("inflight", "pinned"))
