@@ -33,6 +33,7 @@ class _Box:
     mail: deque[bytes] = field(default_factory=deque)
     size: int = 0
     turns: deque[asyncio.Future[None]] = field(default_factory=deque)
+    delivered_at: float = 0.0  # the newest message
     listening: bool = False
     idle: bool = False
     work: asyncio.Task[None] | None = None
@@ -129,6 +130,7 @@ class Mailboxes:
             self.dropped += 1
             return
         box.mail.append(message.data)
+        box.delivered_at = asyncio.get_running_loop().time()
         box.size += len(message.data)
         box.wake()
         self._follow(message.channel, box)
@@ -161,11 +163,17 @@ class Mailboxes:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Beyond `CHANNELS_IDLE_MAX`, channels that nobody waits for are left, the least recently used first."""
+        """Beyond `CHANNELS_IDLE_MAX`, channels that nobody waits for are left, the least recently used first; with
+        messages in them after `mail_ttl_s`, like those that the daemon holds.
+        """
         excess = len(self._boxes) - CHANNELS_IDLE_MAX
+        fresh = asyncio.get_running_loop().time() - self._config.mail_ttl_s
         for channel, box in tuple(self._boxes.items()) if excess > 0 else ():
-            if box.turns or box.mail or box.work is not None:
+            if box.turns or box.work is not None or (box.mail and box.delivered_at >= fresh):
                 continue
+            self.dropped += len(box.mail)
+            box.mail.clear()
+            box.size = 0
             if box.listening:
                 box.idle = True
                 self._follow(channel, box)

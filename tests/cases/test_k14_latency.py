@@ -147,6 +147,7 @@ async def test_c69_nor_does_anything_else(transport: str) -> None:
     assert max(gaps.values()) <= limit(0.1), gaps
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="session")
 async def test_c70_a_frozen_peer_holds_up_nobody_else(tmp_path: Path) -> None:
     settings = {"keepalive_s": 1, "keepalive_live_s": 0.5, "dead_s": 1}

@@ -82,4 +82,4 @@ async def test_c72_a_landing_that_can_never_fit_fails_at_once() -> None:
         with within(1, "the refusal"), pytest.raises(TooLarge) as refused:
             async with a.push("r", to=b.addresses, cache=source, table=table, land=True, timeout=limit(10)):
                 pass
-        assert refused.value.fields["landing_bytes_max"] == 8 * MIB, "it names the limit"
+        assert refused.value.fields["limit"] == 8 * MIB, "it names the limit"
