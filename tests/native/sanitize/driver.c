@@ -9,7 +9,7 @@
 #include "harness.h"
 
 static int usage(void) {
-    fprintf(stderr, "usage: driver roundtrip|storm|close|kill|hostile|device TRANSPORT DIR SEED ROUNDS\n");
+    fprintf(stderr, "usage: driver roundtrip|storm|close|ends|kill|hostile|device TRANSPORT DIR SEED ROUNDS\n");
     return 2;
 }
 
@@ -32,6 +32,8 @@ int main(int argc, char **argv) {
         scenario_storm(transport, dir, rounds);
     } else if (strcmp(scenario, "close") == 0) {
         scenario_close(transport, dir, rounds);
+    } else if (strcmp(scenario, "ends") == 0) {
+        scenario_ends(transport, dir, rounds);
     } else if (strcmp(scenario, "kill") == 0) {
         scenario_kill(transport, dir, rounds, argv[0]);
     } else if (strcmp(scenario, "hostile") == 0) {

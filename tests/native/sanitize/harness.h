@@ -97,6 +97,7 @@ bool pattern_holds_at(const uint8_t *bytes, uint64_t offset, uint64_t length, ui
 void scenario_roundtrip(const char *transport, const char *dir);
 void scenario_storm(const char *transport, const char *dir, int rounds);
 void scenario_close(const char *transport, const char *dir, int rounds);
+void scenario_ends(const char *transport, const char *dir, int rounds);
 void scenario_kill(const char *transport, const char *dir, int rounds, const char *self);
 void scenario_hostile(const char *transport, const char *dir, int rounds);
 void scenario_device(const char *transport, const char *dir, int rounds);

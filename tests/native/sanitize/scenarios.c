@@ -1,7 +1,10 @@
 /* scenarios.c: what two engines of one process do to each other: every kind of transfer, storms of everything at once,
  * and one of them closing in the middle. With `loop` both are the same engine. */
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "harness.h"
 
@@ -305,5 +308,91 @@ void scenario_close(const char *transport, const char *dir, int rounds) {
             place_forget(&s.here[i]);
             place_forget(&s.there[i]);
         }
+    }
+}
+
+/* -- ends that nobody planned ----------------------------------------------------------------------------------------
+ */
+
+static void busy(storm *s) {
+    for (uint64_t i = 20 + dice(60); i > 0; i--) {
+        storm_submit(s);
+    }
+}
+
+/* All grants at once, with transfers through each of them. */
+static void revoke_all(storm *s) {
+    uint64_t tokens[PLACES];
+    for (size_t i = 0; i < PLACES; i++) {
+        CHECK_STATUS(KVX_OK, kvx_grant_revoke(s->p.b->engine, s->there[i].grant.id, &tokens[i]));
+        side_track(s->p.b, tokens[i]);
+        storm_submit(s);
+    }
+    for (size_t i = 0; i < PLACES; i++) {
+        side_wait(s->p.both, s->p.count, s->p.b, tokens[i]);
+        pattern_fill(place_bytes(&s->there[i]), STORM_LENGTH, i);
+    }
+    side_settle(s->p.both, s->p.count);
+    for (size_t i = 0; i < PLACES; i++) {
+        CHECK(pattern_holds(place_bytes(&s->there[i]), STORM_LENGTH, i));
+        if (s->imports[i] != 0) {
+            CHECK_STATUS(KVX_OK, kvx_import_release(s->p.a.engine, s->imports[i]));
+        }
+        place_grant(s->p.b, &s->there[i], KVX_READ | KVX_WRITE);
+        s->imports[i] = import_place(&s->p, &s->there[i]);
+    }
+}
+
+/* A child that inherits everything and ends by itself changes nothing for its parent. */
+static void fork_now(storm *s) {
+    busy(s);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        _exit(7);
+    }
+    busy(s);
+    side_settle(s->p.both, s->p.count);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 7);
+}
+
+static void *close_one(void *engine) {
+    kvx_engine_close(engine);
+    return NULL;
+}
+
+/* As a garbage collector does it: no stop, no drain, whatever is live; here or on another thread, in either order. */
+static void drop_all(storm *s) {
+    kvx_engine *engines[2] = {s->p.a.engine, s->p.count == 2 ? s->p.b->engine : NULL};
+    size_t first = dice(2);
+    busy(s);
+    for (size_t i = 0; i < 2; i++) {
+        kvx_engine *engine = engines[(first + i) % 2];
+        pthread_t thread;
+        if (engine != NULL && dice(2) == 0) {
+            close_one(engine);
+        } else if (engine != NULL) {
+            CHECK(pthread_create(&thread, NULL, close_one, engine) == 0);
+            CHECK(pthread_join(thread, NULL) == 0);
+        }
+    }
+    for (size_t i = 0; i < PLACES; i++) {
+        place_forget(&s->here[i]);
+        place_forget(&s->there[i]);
+    }
+}
+
+void scenario_ends(const char *transport, const char *dir, int rounds) {
+    static storm s;
+    for (int round = 0; round < rounds; round++) {
+        storm_begin(&s, transport, dir);
+        busy(&s);
+        for (int i = 0; i < 4; i++) {
+            revoke_all(&s);
+            busy(&s);
+        }
+        fork_now(&s);
+        drop_all(&s);
     }
 }
