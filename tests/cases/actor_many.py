@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 import kvxfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
@@ -38,6 +40,11 @@ class Many:
     regions: dict[str, Region]
     transfers: dict[str, Transfer]
     last_error = ""
+
+    async def own(self, name: str, length: int) -> dict[str, Any]:
+        """A region in ordinary memory of this process."""
+        self.regions[name] = await self.client.register(np.zeros(length, dtype=np.uint8))
+        return {"id": self.regions[name].id}
 
     async def puts(
         self, region: str, descriptor: dict[str, Any], count: int, parallel: int, size: int, look: int = 64

@@ -73,7 +73,7 @@ async def test_c52_ipv6_from_end_to_end(tmp_path: Path) -> None:
         assert (await a.do("digest", name="c"))["sha"] == (await b.do("digest", name="c"))["sha"]
         descriptor = (await b.do("describe", name="c"))["descriptor"]
         assert descriptor["endpoints"]["tcp"][0].startswith("[::1]:")
-        async with python_process(["-m", "kvxfer", "ping", address], name="ping") as ping:
+        async with python_process(["-m", "kvxfer", "ping", address, "--count", "1"], name="ping") as ping:
             assert address in await ping.readline(limit(20)), "and in what tools print"
 
 
@@ -108,7 +108,7 @@ async def test_c53_a_wildcard_is_never_published(text: str) -> None:
 
 async def serve(directory: Path, *words: str) -> tuple[int, str, float]:
     """(exit status, what it said, seconds) of a daemon that does not start."""
-    directory.chmod(0o700)
+    os.chmod(directory, 0o700)
     began = time.monotonic()
     common = ["--http", "", "--transports", "loop", "--socket-dir", str(directory)]
     async with python_process(["-m", "kvxfer", "serve", *common, *words], name="serve") as process:
@@ -122,7 +122,7 @@ async def test_c53_loopback_with_a_peer_elsewhere_does_not_start(tmp_path: Path)
     assert status == 2
     assert "192.0.2.7:17800 cannot reach" in said
     assert "127.0.0.1:" in said
-    assert not list(tmp_path.glob("*.sock"))
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
 
 
 async def test_c54_sixteen_at_once_have_ports_of_their_own() -> None:
@@ -133,9 +133,8 @@ async def test_c54_sixteen_at_once_have_ports_of_their_own() -> None:
             addresses = [server.addresses[0] for server in servers]
             assert len(set(addresses)) == 16
             assert len({server.node_id for server in servers}) == 16
-            for server in servers[:4]:
-                found = await asyncio.gather(*(servers[0].pool.get([one], "", deadline()) for one in addresses[1:]))
-                assert {link.peer.node_id for link in found} == {one.node_id for one in servers[1:]}, "as published"
+            found = await asyncio.gather(*(servers[0].pool.get([one], "", deadline()) for one in addresses[1:]))
+            assert {link.peer.node_id for link in found} == {one.node_id for one in servers[1:]}, "as published"
             seen.update(addresses)
     assert seen
 
@@ -152,7 +151,7 @@ async def test_c54_a_port_that_is_taken_names_its_owner(tmp_path: Path) -> None:
     assert took_s <= limit(2)
     assert f":{port}" in said
     assert f"pid {os.getpid()}" in said
-    assert not list(tmp_path.glob("*.sock")), "no half-started daemon"
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")], "no half-started daemon"
 
 
 @asynccontextmanager

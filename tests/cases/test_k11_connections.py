@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ async def few_descriptors(process: Process, count: int) -> AsyncIterator[None]:
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
 
 
-async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, Side, dict[str, object]]:
+async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, Side, dict[str, Any]]:
     """A with a pattern, B on all interfaces with as much room, and B's descriptor."""
     a, b = await nodes.fresh(a=dict(a_options), b={"data_bind": "0.0.0.0"})
     for side in (a, b):
@@ -106,7 +107,7 @@ async def test_c59_connections_in_use_are_not_given_up(tcp_nodes: Cluster) -> No
     slow = {"transports": ["fault+tcp"], "fault_spec": "chunk_bytes=4096,chunk_ms=100"}
     a, b, descriptor = await pair(tcp_nodes, 64 * KIB, peers_max=2, connect_s=0.3, tcp_streams=1, **slow)
     for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
-        port = str(descriptor["endpoints"]["tcp"][0]).rpartition(":")[2]  # type: ignore[index]
+        port = descriptor["endpoints"]["tcp"][0].rpartition(":")[2]
         there = {**descriptor, "engine_id": f"{number:032x}", "endpoints": {"tcp": [f"{host}:{port}"]}}
         await a.do("start", name=f"t{number}", way="put", region="r", descriptor=there)
     await asyncio.sleep(0.1)
