@@ -122,8 +122,7 @@ def alloc(
     status = lib.kvx_mem_alloc(engine, args, info, why)
     if status != 0:
         fields: dict[str, Field] = {"length": length, "memory": kind.word, "device": device if device >= 0 else None}
-        if status == Status.SHM_SPACE:
-            fields |= room()
+        fields |= _MORE[status]() if status in _MORE else {}
         raise memory_error(ffi, status, why, "alloc", **fields)
     return region_info(info)
 
@@ -136,6 +135,9 @@ def room() -> dict[str, Field]:
     if size != resource.RLIM_INFINITY and size < available:
         return {"have": size, "limit": "file size (ulimit -f)"}
     return {"have": available, "limit": "MemAvailable"}
+
+
+_MORE = {Status.SHM_SPACE: room}
 
 
 def register(

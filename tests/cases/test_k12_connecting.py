@@ -25,7 +25,7 @@ FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 
 @pytest.mark.parametrize("dead", [pytest.param(False, marks=pytest.mark.full), True])
 async def test_c61_everybody_to_everybody_at_once(dead: bool) -> None:
-    count = 16 if FULL else 5
+    count = 16 if FULL else 4
     async with AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(

@@ -182,7 +182,7 @@ async def test_c87_other_threads_are_refused_while_transfers_go_on() -> None:
                         call()
                     except WrongThread:
                         refused[0] += 1
-                    except BaseException as error:
+                    except Exception as error:
                         other_outcomes.append(error)
                     else:
                         other_outcomes.append(call)

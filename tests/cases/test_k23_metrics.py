@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def samples(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def reasons(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, int]:
+    """How many claims ended for each reason."""
+    ended: Counter[str] = Counter()
+    for (name, labels), value in found.items():
+        if name == "kvxfer_claims_ended_total":
+            ended[dict(labels)["reason"]] += int(value)
+    return dict(ended)
 
 
 async def push(a: Side, b: Side, name: str, **how: Any) -> None:
@@ -89,10 +99,7 @@ async def test_c90_every_outcome_is_counted_once_by_its_reason(tmp_path: Path) -
         assert (await both(a, b, "flipped"))[0]["error"] == "integrity"
         await asyncio.sleep(0.2)
         found = await asyncio.to_thread(samples, url)
-        ended = {dict(labels)["reason"]: 0 for (name, labels) in found if name == "kvxfer_claims_ended_total"}
-        for (name, labels), value in found.items():
-            if name == "kvxfer_claims_ended_total":
-                ended[dict(labels)["reason"]] += int(value)
+        ended = reasons(found)
         assert ended == {
             "done": 10,
             "timeout": 3,
