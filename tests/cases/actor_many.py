@@ -46,6 +46,10 @@ class Many:
         self.regions[name] = await self.client.register(np.zeros(length, dtype=np.uint8))
         return {"id": self.regions[name].id}
 
+    async def describe_many(self, name: str, count: int) -> dict[str, Any]:
+        """So many descriptors of one region, each a capability of its own."""
+        return {"descriptors": [self.regions[name].descriptor("rw").to_dict() for _ in range(count)]}
+
     async def puts(
         self, region: str, descriptor: dict[str, Any], count: int, parallel: int, size: int, look: int = 64
     ) -> dict[str, Any]:
@@ -78,18 +82,17 @@ class Many:
         return "done"
 
     async def visit(
-        self, region: str, descriptor: dict[str, Any], hosts: list[str], parallel: int, size: int, seed: int = 0
+        self, region: str, descriptors: list[dict[str, Any]], port: str, hosts: list[str], parallel: int, size: int
     ) -> dict[str, Any]:
-        """One put to each host, as if it were an engine of its own: ``parallel`` at a time, in their order."""
-        remote = RemoteDescriptor.from_dict(descriptor)
-        port = remote.endpoints["tcp"][0].rpartition(":")[2]
+        """One put by each descriptor and host, over a connection of its own: ``parallel`` at a time, in their order."""
+        remotes = [RemoteDescriptor.from_dict(descriptor) for descriptor in descriptors]
         ours = self.regions[region]
         outcomes: Counter[str] = Counter()
         queue = iter(list(enumerate(hosts)))
 
         async def some() -> None:
             for number, host in queue:
-                there = replace(remote, engine_id=f"{seed:08x}{number:024x}", endpoints={"tcp": (f"{host}:{port}",)})
+                there = replace(remotes[number], endpoints={"tcp": (f"{host}:{port}",)})
                 offset = number * size % ours.length
                 outcomes[await self._put(ours, offset, size, there)] += 1
 
@@ -97,12 +100,19 @@ class Many:
         return {"outcomes": outcomes, "evicted": self.client.plane.connections_evicted}
 
     async def bursts(
-        self, region: str, descriptor: dict[str, Any], hosts: list[str], count: int, most: int, size: int, seed: int
+        self,
+        region: str,
+        descriptors: list[dict[str, Any]],
+        port: str,
+        hosts: list[str],
+        count: int,
+        most: int,
+        size: int,
+        seed: int,
     ) -> dict[str, Any]:
         """Bursts of 0 to ``most`` puts at once to random hosts; the most connections ever seen."""
         rng = random.Random(seed)
-        remote = RemoteDescriptor.from_dict(descriptor)
-        port = remote.endpoints["tcp"][0].rpartition(":")[2]
+        remotes = [RemoteDescriptor.from_dict(descriptor) for descriptor in descriptors]
         ours = self.regions[region]
         outcomes: Counter[str] = Counter()
         sockets = 0
@@ -120,7 +130,7 @@ class Many:
             work = []
             for number in chosen:
                 endpoints = {"tcp": (f"{hosts[number]}:{port}",)}
-                there = replace(remote, engine_id=f"{number:032x}", endpoints=endpoints)
+                there = replace(remotes[number], endpoints=endpoints)
                 work.append(self._put(ours, 0, size, there))
             outcomes.update(await asyncio.gather(*work))
             await asyncio.sleep(rng.random() * 0.05)

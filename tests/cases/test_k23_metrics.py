@@ -139,13 +139,14 @@ async def test_c92_eight_causes_have_eight_codes_and_say_what_is_known(tcp_nodes
     await put("out of range", descriptor, remote_offset=1)
     await put("wrong key", {**descriptor, "key": "0" * len(descriptor["key"])})
     await put("not registered", {**descriptor, "grant": descriptor["grant"] + 99})
-    await put("stale", {**descriptor, "generation": descriptor["generation"] + 1})
+    await put("restarted", {**descriptor, "engine_id": "2" * 32})
+    others = (await b.do("describe_many", name="r", count=3))["descriptors"]
     for number in (7, 8):
-        there = {**descriptor, "engine_id": f"{number:032x}", "endpoints": {"tcp": [f"127.0.0.{number}:{port}"]}}
+        there = {**others[number - 7], "endpoints": {"tcp": [f"127.0.0.{number}:{port}"]}}
         await a.do("start", name=f"busy{number}", way="put", region="r", descriptor=there)
     await asyncio.sleep(0.2)
     with contextlib.suppress(KeyError):
-        await put("exhausted", {**descriptor, "engine_id": "9" * 32, "endpoints": {"tcp": [f"127.0.0.9:{port}"]}})
+        await put("exhausted", {**others[2], "endpoints": {"tcp": [f"127.0.0.9:{port}"]}})
     b.process.kill()
     causes["reset"] = await a.do("outcome", name="busy7")
     codes = {name: cause.get("error") for name, cause in causes.items()}
