@@ -146,9 +146,13 @@ def deadline() -> Deadline:
 async def test_c54_a_port_that_is_taken_names_its_owner(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        began = time.monotonic()
+        async with python_process(["-m", "kvxfer", "serve", "--help"], name="help") as helped:
+            await helped.wait(limit(20))
+        python_s = time.monotonic() - began  # how long it takes here to load the program at all
         status, said, took_s = await serve(tmp_path, "--listen", f"127.0.0.1:{port}")
     assert status == 2
-    assert took_s <= limit(2)
+    assert took_s <= python_s + limit(2)
     assert f":{port}" in said
     assert f"pid {os.getpid()}" in said
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")], "no half-started daemon"
