@@ -560,33 +560,6 @@ class Actor(Many):
         new = self.regions["again"].descriptor(access)
         return {"old": old.to_dict(), "new": new.to_dict(), "ids": [first.id, self.regions["again"].id]}
 
-    async def cycle(self, count: int) -> dict[str, Any]:
-        """So many registrations of the same memory; how many different ids."""
-        memory = np.zeros(4096, dtype=np.uint8)
-        ids = set()
-        for _ in range(count):
-            region = await self.client.register(memory)
-            ids.add(region.id)
-            await region.release()
-        return {"different": len(ids)}
-
-    async def announce(self, to: list[str], first: int, count: int) -> dict[str, Any]:
-        """Small messages for channels that nobody will ever listen on; outcomes."""
-        outcomes: Counter[str] = Counter()
-
-        async def some(numbers: range) -> None:
-            for number in numbers:
-                try:
-                    await self.client.send(to, f"nobody-{number}", b"x", timeout=20)
-                    outcomes["done"] += 1
-                except KvxferError as error:
-                    outcomes[error.code] += 1
-
-        step = -(-count // 32)
-        spans = [range(at, min(at + step, first + count)) for at in range(first, first + count, step)]
-        await asyncio.gather(*(some(span) for span in spans))
-        return {"outcomes": dict(outcomes)}
-
     # -- looking ------------------------------------------------------------------------------------
 
     async def holds(self) -> dict[str, Any]:
