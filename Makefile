@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim soak cases cases-full sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -85,6 +85,7 @@ check-static: build $(VENV)/.dev
 	step "ruff" $(PY) -m ruff check $(PYTHON_FORMATTED)
 	step "mypy --strict" $(PY) -m mypy --strict
 	step "clang-format" $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
+	step "static analysis" $(PY) -m tools.analyze
 	step "source rules" $(PYTEST) -q tests/test_sourcecode.py
 	[ -z "$$failed" ]
 
@@ -113,9 +114,16 @@ cases: build $(VENV)/.dev ## the case book: what users of such systems met (ARGS
 cases-full: build $(VENV)/.dev ## the same with the long versions, at their full numbers (for the night)
 	@KVXFER_TEST_LOOP=asyncio KVXFER_TEST_FULL=1 $(PYTEST) -q --durations=8 tests/cases tests/adversity/test_cancel_pattern.py $(ARGS)
 
-MINUTES ?= 30
+soak: MINUTES ?= 30
 soak: build ## mixed traffic with faults for MINUTES at full speed; fails when anything grows (ARGS="--seed N" replays)
 	@$(PY) -m kvxfer.testing.soak --minutes $(MINUTES) $(ARGS)
+
+fuzz: MINUTES ?= 5
+fuzz: build $(VENV)/.dev ## coverage-guided fuzzing for MINUTES (needs clang and its libFuzzer; ARGS="--keep" updates the corpora)
+	@$(PY) -m tests.fuzz.long --minutes $(MINUTES) $(ARGS)
+
+analyze: $(VENV)/.made ## static analysis of all native code by clang (files that were clean and did not change are left out)
+	@$(PY) -m tools.analyze $(ARGS)
 
 sanitize: $(VENV)/.made ## the native code alone under address, undefined-behaviour and thread sanitizers
 	@$(PY) tests/native/sanitize/run.py

@@ -8,6 +8,7 @@ wherever its owner chooses to send it), and its ``repr`` does not show the key.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,8 @@ ENDPOINT_CHARS_MAX = 255
 
 
 def _require(condition: bool, what: str, value: object, whose: str = "descriptor") -> None:
-    if not condition:
-        raise UsageError(f"bad {whose}: {what}", value=repr(value)[:80])
+    if not condition:  # `reprlib` goes only so deep and so far: the value is a stranger's
+        raise UsageError(f"bad {whose}: {what}", value=reprlib.repr(value)[:80])
 
 
 def _is_u64(value: object) -> bool:
@@ -135,7 +136,7 @@ class RemoteDescriptor:
             )
         except KeyError as missing:
             raise UsageError(f"bad descriptor: field {missing} is missing") from missing
-        except (TypeError, ValueError, AttributeError) as wrong:
+        except (TypeError, ValueError, AttributeError, OverflowError) as wrong:
             if isinstance(wrong, UsageError):
                 raise
             raise UsageError(f"bad descriptor: {wrong}") from wrong
@@ -202,7 +203,7 @@ class Ticket:
             )
         except KeyError as missing:
             raise UsageError(f"bad ticket: field {missing} is missing") from missing
-        except (TypeError, ValueError, AttributeError) as wrong:
+        except (TypeError, ValueError, AttributeError, OverflowError) as wrong:
             if isinstance(wrong, UsageError):
                 raise
             raise UsageError(f"bad ticket: {wrong}") from wrong

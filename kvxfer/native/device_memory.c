@@ -430,6 +430,7 @@ void kvx_arenas_close(kvx_core *core) {
         kvx_arena *arena = core->arenas;
         bool empty = arena->space != NULL && kvx_space_empty(arena->space); /* kept */
         arena_unlink(arena);
+        KVX_ASSERT(core->arenas != arena);
         if (empty) {
             arena_end(arena);
         }

@@ -179,6 +179,7 @@ bool kvx_grants_sweep(kvx_core *core) {
             KVX_ASSERT(box->accesses == 0); /* the transports are closed */
             box->not_quiet = 0;
             signal |= maybe_finish(core, box, KVX_E_CLOSED);
+            KVX_ASSERT(owner->grants != box);
         }
         if (owner->token != 0) {
             kvx_event event = {.kind = KVX_EV_RELEASE,

@@ -452,6 +452,7 @@ void kvx_hixl_owner_close(hixl_transport *hixl) {
             i++;
             continue;
         }
+        KVX_ASSERT(attach->previous == NULL);
         attach->revoked = NULL; /* the core ends what is left of grants by itself */
         attach_end(hixl, attach);
     }

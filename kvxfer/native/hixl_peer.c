@@ -507,6 +507,7 @@ void kvx_hixl_peers_close(hixl_transport *hixl) {
         }
         conn_drop(peer, true);
         peer_unlink(peer);
+        KVX_ASSERT(hixl->peers != peer);
         peer_free(peer);
     }
     hixl->todo = NULL;

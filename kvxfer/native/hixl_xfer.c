@@ -662,9 +662,12 @@ void kvx_hixl_xfers_close(hixl_device *device) {
             batch_end(link, link->batch_first, NULL, KVX_E_LINK, true);
         }
         while (link->first != NULL) {
-            link->first->doubtful = false;
-            link->first->status = KVX_E_CLOSED;
-            step(link->first);
+            hixl_xfer *xfer = link->first;
+            xfer->doubtful = false;
+            xfer->status = KVX_E_CLOSED;
+            KVX_ASSERT(xfer->live == 0); /* otherwise this would never end */
+            step(xfer);
+            KVX_ASSERT(link->first != xfer);
         }
     }
     while (device->links != NULL) {

@@ -181,6 +181,7 @@ static bool peer_end(kvx_core *core, peer_box *box, int status) {
             signal |= answer_import(core, import, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
         }
         import_unlink(core, import);
+        KVX_ASSERT(box->imports != import);
         free(import);
     }
     if (box->peer.token != 0) {

@@ -152,7 +152,7 @@ static int attach_move(pid_t pid, bool put, struct iovec *here, struct iovec *th
         while (first < count && done >= here[first].iov_len) {
             done -= here[first++].iov_len;
         }
-        if (done != 0) {
+        if (first < count) {
             here[first].iov_base = (uint8_t *)here[first].iov_base + done;
             there[first].iov_base = (uint8_t *)there[first].iov_base + done;
             here[first].iov_len -= done;

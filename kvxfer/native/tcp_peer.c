@@ -201,9 +201,10 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
     (void)transport;
     tcp_peer *peer = import->peer->transport_data;
     tcp_control *controls[KVX_STREAM_STREAMS_MAX] = {NULL};
+    const uint32_t streams = peer->streams;
     tcp_import *state = calloc(1, sizeof *state);
     int status = state == NULL ? KVX_E_NOMEM : KVX_PENDING;
-    for (uint32_t i = 0; i < peer->streams && status == KVX_PENDING; i++) {
+    for (uint32_t i = 0; i < streams && status == KVX_PENDING; i++) {
         if ((controls[i] = control_new(KVX_FRAME_ATTACH, import)) == NULL) {
             status = KVX_E_NOMEM;
         }
@@ -213,20 +214,20 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
         status = KVX_E_PEER_LOST;
     }
     if (status == KVX_PENDING) {
-        state->pending = peer->streams;
+        state->pending = streams;
         state->next = peer->imports;
         if (state->next != NULL) {
             state->next->previous = state;
         }
         peer->imports = state;
         import->transport_data = state;
-        for (uint32_t i = 0; i < peer->streams; i++) {
+        for (uint32_t i = 0; i < streams; i++) {
             control_push(peer->conns[i], controls[i]);
         }
     }
     pthread_mutex_unlock(&peer->lock);
     if (status != KVX_PENDING) {
-        for (uint32_t i = 0; i < peer->streams; i++) {
+        for (uint32_t i = 0; i < streams; i++) {
             free(controls[i]);
         }
         free(state);

@@ -508,7 +508,7 @@ static int tcp_mem_release(void *transport, kvx_region *region, kvx_grant *grant
         return KVX_OK;
     }
     tcp_revoke *revoke = malloc(sizeof *revoke);
-    KVX_ASSERT(revoke != NULL);
+    KVX_ASSERT(revoke != NULL && tcp->threads > 0);
     revoke->grant = grant;
     revoke->threads_left = tcp->threads;
     for (uint32_t i = 0; i < tcp->threads; i++) {

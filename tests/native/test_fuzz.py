@@ -1,51 +1,51 @@
-"""Short runs of the fuzzers of the tcp data path, under sanitizers; `fuzz/fuzz.h` says how to run long ones."""
+"""Short runs of the fuzzers of the native code, from the corpora in the tree; `make fuzz MINUTES=5` runs long ones."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-NATIVE = HERE.parent.parent / "kvxfer" / "native"
-BUILD = HERE / "build" / "fuzz"
-PURE = ["stream.c", "auth.c", "copy.c"]
-TARGETS = {"fuzz_stream": PURE, "fuzz_serve": [*PURE, "transport_tcp.c", "tcp_*.c"]}
-SECONDS = 1.5
-COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-FLAGS = ["-O1", "-g", "-std=gnu11", "-pthread", "-Wall", "-Wextra", "-Werror"]
-FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+from tests.native.fuzz import build
+
+SECONDS = 2
+SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
 
 
-def built(name: str) -> Path:
-    """Compile the target when a source is newer than it."""
-    assert COMPILER is not None
-    sources = [HERE / "fuzz" / f"{name}.c", *(path for one in TARGETS[name] for path in sorted(NATIVE.glob(one)))]
-    newest = max(one.stat().st_mtime for one in [*sources, *NATIVE.glob("*.h"), HERE / "fuzz" / "fuzz.h"])
-    binary = BUILD / name
-    if not binary.exists() or binary.stat().st_mtime < newest:
-        BUILD.mkdir(parents=True, exist_ok=True)
-        made = BUILD / f"{name}.{os.getpid()}"
-        includes = [f"-I{NATIVE}", f"-I{HERE / 'fuzz'}"]
-        subprocess.run([COMPILER, *FLAGS, *includes, "-o", str(made), *map(str, sources)], check=True)
-        made.rename(binary)
-    return binary
-
-
-@pytest.mark.skipif(COMPILER is None, reason="no C compiler on this machine")
-@pytest.mark.parametrize("name", TARGETS)
-def test_fuzzers_find_nothing(name: str) -> None:
-    seed = os.environ.get("KVXFER_FUZZ_SEED", "1")
+@pytest.mark.parametrize("name", build.TARGETS)
+def test_fuzzers_find_nothing(name: str, tmp_path: Path) -> None:
+    target = build.TARGETS[name]
+    assert build.unpack(target, tmp_path) >= 20, "the corpus is in the tree"
+    seed = int(os.environ.get("KVXFER_FUZZ_SEED", "1"))
     done = subprocess.run(
-        [str(built(name)), str(SECONDS), seed],
+        build.command(target, tmp_path, SECONDS, seed),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60 * float(os.environ.get("KVXFER_TEST_SLACK", "1")),
+        timeout=60 * SLACK,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(done.stdout.split()[0]) > 100, "it must have run"
+    runs = re.search(r"number_of_executed_units:\s*(\d+)", done.stdout)
+    edges = [int(found) for found in re.findall(r"cov: (\d+)", done.stdout)]
+    assert runs is not None, done.stdout[-1000:]
+    assert int(runs[1]) > 100, "it must have run"
+    assert max(edges) >= target.edges_min, "and far enough to mean something"
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLANG", "no-such-clang")
+    with pytest.raises(build.ToolMissing, match="apt-get install clang libclang-rt"):
+        build.compiler()
+
+
+def test_a_compiler_without_the_run_time_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = tmp_path / "clang"
+    bare.write_text("#!/bin/sh\necho cannot find libclang_rt.fuzzer >&2\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setenv("CLANG", str(bare))
+    with pytest.raises(build.ToolMissing, match=r"(?s)apt-get install.*cannot find libclang_rt\.fuzzer"):
+        build.compiler()

@@ -1,6 +1,7 @@
-/* fuzz.h: one input, two ways to run it. With clang -fsanitize=fuzzer -DLIBFUZZER, libFuzzer brings main() and makes
- * inputs from coverage; otherwise main() below makes random ones from a seed: fuzz_x SECONDS SEED     or     fuzz_x
- * FILE...   to run inputs that were found before */
+/* fuzz.h: one input, two ways to run it. With -DLIBFUZZER libFuzzer brings main() and makes inputs from coverage:
+ * build.py compiles it, `make fuzz` runs it for long. Otherwise, where there is no libFuzzer (the emulator), main()
+ * below makes random ones from a seed: fuzz_x SECONDS SEED. Either way fuzz_x FILE... runs inputs that were found
+ * before. */
 #ifndef KVX_FUZZ_H
 #define KVX_FUZZ_H
 
