@@ -242,7 +242,7 @@ class Config:
     notify_max: int = _int(65536, 16, 1 << 22, "Notifications that arrived and were not yet read.")
     regions_max: int = _int(4096, 1, 1 << 20, "Registered regions of one engine.")
     grants_max: int = _int(65536, 1, 1 << 22, "Live grants of one engine.")
-    peers_max: int = _int(1024, 1, 65536, "Engines that one engine is connected to.")
+    peers_max: int = _int(1024, 1, 65536, "Engines that one engine is connected to; idle ones make room.")
     accepted_max: int = _int(1024, 1, 65536, "Engines that are connected to one engine.")
     segments_max: int = _int(65536, 1, 1 << 20, "Segments of one operation.")
     hixl_port: int = _int(0, 0, 65535, "Port of the daemon's side link of the hixl transport; 0: any.")

@@ -276,7 +276,8 @@ class Landing:
     def _withdraw(self) -> None:
         if self._posting is not None:
             posting, self._posting = self._posting, None
-            self._client.control.withdraw_in_background(posting, "committed" if self.committed else "abandoned")
+            ended_by = "abandoned" if self._error is None else self._error.code  # which the daemon counts
+            self._client.control.withdraw_in_background(posting, "committed" if self.committed else ended_by)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

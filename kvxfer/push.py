@@ -198,8 +198,8 @@ class Push:
         elif event.what in ("withdrawn", "expired"):
             code = {"expired": "lease_expired"}.get(event.what, "cancelled")
             self._committed_there |= self._committing and event.detail == COMMITTED
-            detail = event.detail or f"the offer {self.request_id} was {event.what}"
-            self._offer_ended(from_code(code, detail, by="peer"))
+            why = f": {event.detail}" if event.detail else ""
+            self._offer_ended(from_code(code, f"the offer {self.request_id} was {event.what}{why}", by="peer"))
 
     def _offer_ended(self, error: KvxferError) -> None:
         """Once the commit is on its way the data path decides: this message may have overtaken its acknowledgement."""

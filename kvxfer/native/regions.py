@@ -7,6 +7,8 @@ and ``lib``, and sees to threads and to the engine's life.
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 from kvxfer.errors import Field, KvxferError, UsageError
@@ -119,9 +121,23 @@ def alloc(
     args = ffi.new("kvx_alloc_args *", (length, kind, device, numa_node, SPILL if spill else 0))
     status = lib.kvx_mem_alloc(engine, args, info, why)
     if status != 0:
-        on = device if device >= 0 else None
-        raise memory_error(ffi, status, why, "alloc", length=length, memory=kind.word, device=on)
+        fields: dict[str, Field] = {"length": length, "memory": kind.word, "device": device if device >= 0 else None}
+        fields |= _MORE[status]() if status in _MORE else {}
+        raise memory_error(ffi, status, why, "alloc", **fields)
     return region_info(info)
+
+
+def room() -> dict[str, Field]:
+    """What an allocation of host memory could have at most, and what says so."""
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    available = next((int(row[1]) << 10 for row in rows if row[0] == "MemAvailable:"), 0)
+    if size != resource.RLIM_INFINITY and size < available:
+        return {"have": size, "limit": "file size (ulimit -f)"}
+    return {"have": available, "limit": "MemAvailable"}
+
+
+_MORE = {Status.SHM_SPACE: room}
 
 
 def register(

@@ -33,6 +33,7 @@ from kvxfer.native.engine import OpKind
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
+from tests.cases.actor_mail import Mail
 from tests.cases.actor_many import Many
 from tests.cases.facts import pattern
 
@@ -45,7 +46,7 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error), "fields": {}}
 
 
-class Actor(Many):
+class Actor(Many, Mail):
     """Holds a client and everything that a test has named."""
 
     def __init__(self) -> None:
@@ -341,44 +342,6 @@ class Actor(Many):
             digests.append(hashlib.sha256(np.ascontiguousarray(layer[:, blocks])).hexdigest())
         return {"layers": digests}
 
-    # -- messages and pace --------------------------------------------------------------------------
-
-    async def mail(self, to: list[str], count: int, size: int) -> None:
-        for _ in range(count):
-            await self.client.send(to, "flood", bytes(size), timeout=3)
-
-    async def mail_background(self, name: str, to: list[str], count: int, size: int) -> None:
-        """So many messages at once; the flow ends with how many ended how."""
-        self._flow(name, self._mail_all(to, count, size))
-
-    async def _mail_all(self, to: list[str], count: int, size: int) -> dict[str, Any]:
-        ended: Counter[str] = Counter()
-
-        async def one() -> None:
-            try:
-                await self.client.send(to, "flood", bytes(size), timeout=2)
-                ended["done"] += 1
-            except KvxferError as error:
-                ended[error.code] += 1
-
-        sending: list[asyncio.Task[None]] = []
-        for number in range(count):
-            sending.append(asyncio.ensure_future(one()))
-            if number % 16 == 15:
-                await asyncio.sleep(0.0005)  # the measure beside it is of the daemon, not of this loop
-        await asyncio.gather(*sending)
-        return {"told": dict(ended)}
-
-    async def paced(self, region: str, descriptor: dict[str, Any], count: int) -> dict[str, Any]:
-        """One small put after the other; the 99th percentile of what each took."""
-        remote, took = RemoteDescriptor.from_dict(descriptor), []
-        for _ in range(count):
-            began = time.perf_counter()
-            await self.client.put(self.regions[region], remote)
-            took.append(time.perf_counter() - began)
-            await asyncio.sleep(0.002)
-        return {"p99_s": float(np.percentile(took, 99))}
-
     async def free(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """`Client.release`."""
         await self.client.release(ticket)
@@ -559,33 +522,6 @@ class Actor(Many):
         self.kept.append(memory)
         new = self.regions["again"].descriptor(access)
         return {"old": old.to_dict(), "new": new.to_dict(), "ids": [first.id, self.regions["again"].id]}
-
-    async def cycle(self, count: int) -> dict[str, Any]:
-        """So many registrations of the same memory; how many different ids."""
-        memory = np.zeros(4096, dtype=np.uint8)
-        ids = set()
-        for _ in range(count):
-            region = await self.client.register(memory)
-            ids.add(region.id)
-            await region.release()
-        return {"different": len(ids)}
-
-    async def announce(self, to: list[str], first: int, count: int) -> dict[str, Any]:
-        """Small messages for channels that nobody will ever listen on; outcomes."""
-        outcomes: Counter[str] = Counter()
-
-        async def some(numbers: range) -> None:
-            for number in numbers:
-                try:
-                    await self.client.send(to, f"nobody-{number}", b"x", timeout=20)
-                    outcomes["done"] += 1
-                except KvxferError as error:
-                    outcomes[error.code] += 1
-
-        step = -(-count // 32)
-        spans = [range(at, min(at + step, first + count)) for at in range(first, first + count, step)]
-        await asyncio.gather(*(some(span) for span in spans))
-        return {"outcomes": dict(outcomes)}
 
     # -- looking ------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 import kvxfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
@@ -38,6 +40,15 @@ class Many:
     regions: dict[str, Region]
     transfers: dict[str, Transfer]
     last_error = ""
+
+    async def own(self, name: str, length: int) -> dict[str, Any]:
+        """A region in ordinary memory of this process."""
+        self.regions[name] = await self.client.register(np.zeros(length, dtype=np.uint8))
+        return {"id": self.regions[name].id}
+
+    async def describe_many(self, name: str, count: int) -> dict[str, Any]:
+        """So many descriptors of one region, each a capability of its own."""
+        return {"descriptors": [self.regions[name].descriptor("rw").to_dict() for _ in range(count)]}
 
     async def puts(
         self, region: str, descriptor: dict[str, Any], count: int, parallel: int, size: int, look: int = 64
@@ -71,18 +82,17 @@ class Many:
         return "done"
 
     async def visit(
-        self, region: str, descriptor: dict[str, Any], hosts: list[str], parallel: int, size: int, seed: int = 0
+        self, region: str, descriptors: list[dict[str, Any]], port: str, hosts: list[str], parallel: int, size: int
     ) -> dict[str, Any]:
-        """One put to each host, as if it were an engine of its own: ``parallel`` at a time, in their order."""
-        remote = RemoteDescriptor.from_dict(descriptor)
-        port = remote.endpoints["tcp"][0].rpartition(":")[2]
+        """One put by each descriptor and host, over a connection of its own: ``parallel`` at a time, in their order."""
+        remotes = [RemoteDescriptor.from_dict(descriptor) for descriptor in descriptors]
         ours = self.regions[region]
         outcomes: Counter[str] = Counter()
         queue = iter(list(enumerate(hosts)))
 
         async def some() -> None:
             for number, host in queue:
-                there = replace(remote, engine_id=f"{seed:08x}{number:024x}", endpoints={"tcp": (f"{host}:{port}",)})
+                there = replace(remotes[number], endpoints={"tcp": (f"{host}:{port}",)})
                 offset = number * size % ours.length
                 outcomes[await self._put(ours, offset, size, there)] += 1
 
@@ -90,12 +100,19 @@ class Many:
         return {"outcomes": outcomes, "evicted": self.client.plane.connections_evicted}
 
     async def bursts(
-        self, region: str, descriptor: dict[str, Any], hosts: list[str], count: int, most: int, size: int, seed: int
+        self,
+        region: str,
+        descriptors: list[dict[str, Any]],
+        port: str,
+        hosts: list[str],
+        count: int,
+        most: int,
+        size: int,
+        seed: int,
     ) -> dict[str, Any]:
         """Bursts of 0 to ``most`` puts at once to random hosts; the most connections ever seen."""
         rng = random.Random(seed)
-        remote = RemoteDescriptor.from_dict(descriptor)
-        port = remote.endpoints["tcp"][0].rpartition(":")[2]
+        remotes = [RemoteDescriptor.from_dict(descriptor) for descriptor in descriptors]
         ours = self.regions[region]
         outcomes: Counter[str] = Counter()
         sockets = 0
@@ -113,7 +130,7 @@ class Many:
             work = []
             for number in chosen:
                 endpoints = {"tcp": (f"{hosts[number]}:{port}",)}
-                there = replace(remote, engine_id=f"{number:032x}", endpoints=endpoints)
+                there = replace(remotes[number], endpoints=endpoints)
                 work.append(self._put(ours, 0, size, there))
             outcomes.update(await asyncio.gather(*work))
             await asyncio.sleep(rng.random() * 0.05)
@@ -137,3 +154,30 @@ class Many:
 
         await asyncio.gather(*(some() for _ in range(parallel)))
         return {"outcomes": outcomes}
+
+    async def cycle(self, count: int) -> dict[str, Any]:
+        """So many registrations of the same memory; how many different ids."""
+        memory = np.zeros(4096, dtype=np.uint8)
+        ids = set()
+        for _ in range(count):
+            region = await self.client.register(memory)
+            ids.add(region.id)
+            await region.release()
+        return {"different": len(ids)}
+
+    async def announce(self, to: list[str], first: int, count: int) -> dict[str, Any]:
+        """Small messages for channels that nobody will ever listen on; outcomes."""
+        outcomes: Counter[str] = Counter()
+
+        async def some(numbers: range) -> None:
+            for number in numbers:
+                try:
+                    await self.client.send(to, f"nobody-{number}", b"x", timeout=20)
+                    outcomes["done"] += 1
+                except KvxferError as error:
+                    outcomes[error.code] += 1
+
+        step = -(-count // 32)
+        spans = [range(at, min(at + step, first + count)) for at in range(first, first + count, step)]
+        await asyncio.gather(*(some(span) for span in spans))
+        return {"outcomes": dict(outcomes)}

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ async def few_descriptors(process: Process, count: int) -> AsyncIterator[None]:
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
 
 
-async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, Side, dict[str, object]]:
+async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, Side, dict[str, Any]]:
     """A with a pattern, B on all interfaces with as much room, and B's descriptor."""
     a, b = await nodes.fresh(a=dict(a_options), b={"data_bind": "0.0.0.0"})
     for side in (a, b):
@@ -66,6 +67,13 @@ async def pair(nodes: Cluster, length: int, **a_options: object) -> tuple[Side, 
     if nodes.transport == "tcp":  # on all interfaces nothing is told by itself
         descriptor["endpoints"] = {"tcp": [b.facts["endpoints"]["tcp"].replace("0.0.0.0", "127.0.0.1")]}
     return a, b, descriptor
+
+
+async def owners(b: Side, count: int) -> dict[str, Any]:
+    """Arguments of `visit` and `bursts`: B under so many addresses, each with a grant of its own."""
+    descriptors = (await b.do("describe_many", name="r", count=count))["descriptors"]
+    port = b.facts["endpoints"]["tcp"].rpartition(":")[2]
+    return {"region": "r", "descriptors": descriptors, "port": port, "hosts": hosts(count)}
 
 
 async def same(a: Side, b: Side) -> None:
@@ -84,18 +92,18 @@ async def test_c58_small_transfers_share_few_sockets(nodes: Cluster) -> None:
 
 
 async def test_c59_owners_beyond_the_limit_of_descriptors(tcp_nodes: Cluster) -> None:
-    owners = 300 if FULL else 120
-    a, b, descriptor = await pair(tcp_nodes, owners * KIB, tcp_streams=1)
+    count = 300 if FULL else 120
+    a, b, _ = await pair(tcp_nodes, count * KIB, tcp_streams=1)
     room = a.fds() + (60 if FULL else 40)
     async with few_descriptors(a.process, room):
-        where = hosts(owners)
-        answer = await a.do("visit", region="r", descriptor=descriptor, hosts=where, parallel=20, size=KIB)
-        assert answer["outcomes"] == {"done": owners}
-        assert answer["evicted"] >= owners - 60
+        where = await owners(b, count)
+        answer = await a.do("visit", **where, parallel=20, size=KIB)
+        assert answer["outcomes"] == {"done": count}
+        assert answer["evicted"] >= count - 60
         await same(a, b)
         # the ones used last are still there: no new connection is needed for them
-        again = await a.do("visit", region="r", descriptor=descriptor, hosts=where, parallel=20, size=KIB)
-        assert again["outcomes"] == {"done": owners}
+        again = await a.do("visit", **where, parallel=20, size=KIB)
+        assert again["outcomes"] == {"done": count}
         before, began = cpu_s(a.process), time.monotonic()
         await asyncio.sleep(1)
         assert cpu_s(a.process) - before < 0.2 * (time.monotonic() - began), "nobody spins at the limit"
@@ -104,17 +112,18 @@ async def test_c59_owners_beyond_the_limit_of_descriptors(tcp_nodes: Cluster) ->
 async def test_c59_connections_in_use_are_not_given_up(tcp_nodes: Cluster) -> None:
     """Pinned by transfers that run: the next one gets `resource_exhausted`, alone, and works when one has ended."""
     slow = {"transports": ["fault+tcp"], "fault_spec": "chunk_bytes=4096,chunk_ms=100"}
-    a, b, descriptor = await pair(tcp_nodes, 64 * KIB, peers_max=2, connect_s=0.3, tcp_streams=1, **slow)
-    for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
-        port = str(descriptor["endpoints"]["tcp"][0]).rpartition(":")[2]  # type: ignore[index]
-        there = {**descriptor, "engine_id": f"{number:032x}", "endpoints": {"tcp": [f"{host}:{port}"]}}
+    a, b, _ = await pair(tcp_nodes, 64 * KIB, peers_max=2, connect_s=0.3, tcp_streams=1, **slow)
+    where = await owners(b, 3)
+    for number, host in enumerate(where["hosts"][:2]):
+        there = {**where["descriptors"][number], "endpoints": {"tcp": [f"{host}:{where['port']}"]}}
         await a.do("start", name=f"t{number}", way="put", region="r", descriptor=there)
     await asyncio.sleep(0.1)
-    refused = await a.do("visit", region="r", descriptor=descriptor, hosts=["127.0.0.9"], parallel=1, size=KIB, seed=9)
+    third = where | {"descriptors": where["descriptors"][2:], "hosts": where["hosts"][2:]}
+    refused = await a.do("visit", **third, parallel=1, size=KIB)
     assert refused["outcomes"] == {"resource_exhausted": 1}
     for number in range(2):
         assert (await a.do("outcome", name=f"t{number}"))["state"] == "done"
-    works = await a.do("visit", region="r", descriptor=descriptor, hosts=["127.0.0.9"], parallel=1, size=KIB, seed=9)
+    works = await a.do("visit", **third, parallel=1, size=KIB)
     assert works["outcomes"] == {"done": 1}
     assert works["evicted"] == 1
     await same(a, b)
@@ -156,13 +165,12 @@ async def test_c59_nodes_beyond_the_limit_of_the_daemon(tcp_nodes: Cluster) -> N
 async def test_c97_bursts_stay_below_the_maximum_and_idle_ones_are_closed_in_peace(tcp_nodes: Cluster) -> None:
     most = 16
     options = {"peers_max": most, "peer_idle_s": 1, "tcp_streams": 1}
-    a, _, descriptor = await pair(tcp_nodes, 64 * KIB, **options)
+    a, b, _ = await pair(tcp_nodes, 64 * KIB, **options)
+    where = await owners(b, 48)
     baseline = a.fds()
     answer = await a.do(
         "bursts",
-        region="r",
-        descriptor=descriptor,
-        hosts=hosts(48),
+        **where,
         count=600 if FULL else 15,
         most=256,
         size=64 * KIB,
