@@ -432,6 +432,7 @@ class Actor(Many):
                 await transfer
             outcomes[transfer.state] += 1
 
+        await self.client.plane.prepare(remote)
         began = time.monotonic()
         await asyncio.gather(*(one(index) for index in range(count)))
         decided_s = time.monotonic() - began
