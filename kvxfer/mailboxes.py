@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvxfer.config import CHANNEL_CHARS_MAX, Config
 from kvxfer.control import Control
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, KvxferError, UsageError
+from kvxfer.errors import ClosedError, KvxferError, PeerBackpressure, UsageError
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 
 CHANNELS_IDLE_MAX = 64
+SENDS_MAX, SEND_BYTES_MAX = 256, 8 << 20  # on their way to one node
 MESSAGES_HIGH = 64  # more than this, not fetched: stop listening
 MESSAGES_KEPT_MAX = 65536  # what can still be on its way then is less
 
@@ -30,6 +33,7 @@ class _Box:
     mail: deque[bytes] = field(default_factory=deque)
     size: int = 0
     turns: deque[asyncio.Future[None]] = field(default_factory=deque)
+    delivered_at: float = 0.0  # the newest message
     listening: bool = False
     idle: bool = False
     work: asyncio.Task[None] | None = None
@@ -55,10 +59,13 @@ class Mailboxes:
         self._tasks = TaskOwner("mailboxes")
         self._boxes: OrderedDict[str, _Box] = OrderedDict()
         self._closed = False
+        self._sending: dict[tuple[str, ...], tuple[int, int]] = {}  # messages and bytes on their way to a node
         self.dropped = 0
 
     async def send(self, node: tuple[str, ...], channel: str, data: bytes, deadline: Deadline) -> None:
-        """Deliver to a node's channel; `BusyError` when its mailbox is full."""
+        """Deliver to a node's channel; `BusyError` when its mailbox is full, `PeerBackpressure` when too much is on its
+        way to it.
+        """
         _check_channel(channel)
         if not isinstance(data, bytes | bytearray | memoryview):
             raise UsageError("data must be bytes", field="data", got=type(data).__name__)
@@ -67,7 +74,30 @@ class Mailboxes:
             raise UsageError(
                 "the message is too long", field="data", length=len(payload), limit=self._config.mail_bytes_max
             )
-        await self._control.request(m.Mail(node=node, channel=channel, data=payload), deadline)
+        with self._place(node, len(payload)):
+            await self._control.request(m.Mail(node=node, channel=channel, data=payload), deadline)
+
+    @contextmanager
+    def _place(self, node: tuple[str, ...], size: int) -> Iterator[None]:
+        """A place among the messages on their way to a node: one that does not answer must not take those of others."""
+        count, total = self._sending.get(node, (0, 0))
+        if count >= SENDS_MAX or (count and total + size > SEND_BYTES_MAX):
+            raise PeerBackpressure(
+                "the peer does not keep up with its messages",
+                peer=",".join(node) or None,
+                messages=count,
+                messages_max=SENDS_MAX,
+                bytes=total,
+                bytes_max=SEND_BYTES_MAX,
+                hint="try again when some of them have been answered",
+            )
+        self._sending[node] = count + 1, total + size
+        try:
+            yield
+        finally:
+            count, total = self._sending.pop(node)
+            if count > 1:
+                self._sending[node] = count - 1, total - size
 
     async def recv(self, channel: str, deadline: Deadline) -> bytes:
         """The next message; messages go to waiting receivers in the order in which they asked."""
@@ -100,6 +130,7 @@ class Mailboxes:
             self.dropped += 1
             return
         box.mail.append(message.data)
+        box.delivered_at = asyncio.get_running_loop().time()
         box.size += len(message.data)
         box.wake()
         self._follow(message.channel, box)
@@ -132,11 +163,17 @@ class Mailboxes:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Beyond `CHANNELS_IDLE_MAX`, channels that nobody waits for are left, the least recently used first."""
+        """Beyond `CHANNELS_IDLE_MAX`, channels that nobody waits for are left, the least recently used first; with
+        messages in them after `mail_ttl_s`, like those that the daemon holds.
+        """
         excess = len(self._boxes) - CHANNELS_IDLE_MAX
+        fresh = asyncio.get_running_loop().time() - self._config.mail_ttl_s
         for channel, box in tuple(self._boxes.items()) if excess > 0 else ():
-            if box.turns or box.mail or box.work is not None:
+            if box.turns or box.work is not None or (box.mail and box.delivered_at >= fresh):
                 continue
+            self.dropped += len(box.mail)
+            box.mail.clear()
+            box.size = 0
             if box.listening:
                 box.idle = True
                 self._follow(channel, box)

@@ -98,3 +98,20 @@ async def test_bad_channels_and_messages_are_refused() -> None:
             with pytest.raises(KvxferError):
                 await client.send((), "c", data)  # type: ignore[arg-type]
         await client.send((), "c" * 256, bytearray(100))
+
+
+async def test_channels_with_mail_that_nobody_fetches_are_left_after_its_time() -> None:
+    async with pair("shm", mail_ttl_s=0.1) as both:
+        for number in range(CHANNELS_IDLE_MAX + 20):
+            with pytest.raises(TransferTimeout):
+                await both.b.recv(f"c{number}", timeout=0.002)
+            await both.a.send(both.b.addresses, f"c{number}", b"too late")
+        await asyncio.sleep(0.15)
+
+        async def used(number: int) -> None:
+            await both.a.send(both.b.addresses, f"d{number}", b"x")
+            assert await both.b.recv(f"d{number}", timeout=5) == b"x"
+
+        for number in range(40):
+            await used(number)
+        await until(lambda: len(both.b._boxes._boxes) <= CHANNELS_IDLE_MAX)

@@ -287,8 +287,9 @@ void kvx_hixl_owner_held(hixl_conn *conn) {
 static int health(const hixl_transport *hixl, uint64_t physical) {
     for (uint32_t i = 0; i < hixl->device_count; i++) {
         const hixl_device *device = &hixl->devices[i];
-        if ((uint32_t)device->physical == physical && hixl->api->device_healthy(device->index, NULL) != KVX_OK) {
-            return KVX_E_DEVICE;
+        if ((uint32_t)device->physical == physical) {
+            int status = hixl->api->device_healthy(device->index, NULL);
+            return status == KVX_OK || status == KVX_E_UNSUPPORTED ? KVX_OK : KVX_E_DEVICE; /* or nobody can say */
         }
     }
     return KVX_OK;

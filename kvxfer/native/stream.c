@@ -315,8 +315,9 @@ static bool plausible_aside(const kvx_stream_rx *rx) {
     case KVX_FRAME_LOCATION:
         return !acceptor && units;
     case KVX_FRAME_REVOKE:
-    case KVX_FRAME_PONG:
         return !acceptor && plain;
+    case KVX_FRAME_PONG:
+        return !acceptor && (plain || (failed && frame->length == 0 && frame->segments == 0 && frame->flags == 0));
     case KVX_FRAME_ACK:
         return !acceptor && frame->length == 0 && frame->segments == 0 &&
                (frame->flags == KVX_FRAME_F_BARE ? failed : frame->flags == 0 && (failed || frame->status == 0));

@@ -46,8 +46,8 @@ enum kvx_frame_type {
     KVX_FRAME_LOCATION = 10, /* answer to ATTACH: where the grant lies */
     KVX_FRAME_REVOKE = 11,   /* acceptor: stop using this grant */
     KVX_FRAME_QUIET = 12,    /* dialler: nothing of ours uses it, and nothing will */
-    KVX_FRAME_PING = 13,     /* dialler: are you well? */
-    KVX_FRAME_PONG = 14      /* acceptor: yes */
+    KVX_FRAME_PING = 13,     /* dialler: are you well, and the device that `value` numbers? */
+    KVX_FRAME_PONG = 14      /* acceptor: yes; or `status` says what is wrong with the device */
 };
 
 #define KVX_FRAME_F_NOTIFY 1 /* PUT: tell the owner (tag, value) after the payload */

@@ -28,6 +28,7 @@ from kvxfer.dataplane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
+from kvxfer.many import Group, Move
 from kvxfer.native.engine import OpKind
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
@@ -52,6 +53,7 @@ class Actor(Many):
         self.regions: dict[str, Region] = {}
         self.caches: dict[str, KVCache] = {}
         self.transfers: dict[str, kvxfer.Transfer] = {}
+        self.groups: dict[str, Group] = {}
         self.settled: dict[str, int] = {}
         self.tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self.tickets: dict[str, Any] = {}
@@ -73,7 +75,16 @@ class Actor(Many):
         await self.client.aclose()
         for task in (*self.tasks.values(), *self.watched.values()):
             task.cancel()
-        for table in (self.regions, self.caches, self.transfers, self.settled, self.tasks, self.tickets, self.watched):
+        for table in (
+            self.regions,
+            self.caches,
+            self.transfers,
+            self.groups,
+            self.settled,
+            self.tasks,
+            self.tickets,
+            self.watched,
+        ):
             table.clear()
         gc.collect()
 
@@ -224,6 +235,19 @@ class Actor(Many):
         del self.transfers[name]
         gc.collect()
 
+    async def many(self, name: str, way: str, region: str, descriptor: dict[str, Any], piece: int) -> None:
+        """All of a region in pieces, as one group."""
+        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
+        moves = [Move(ours[at : min(at + piece, len(ours))], remote, at) for at in range(0, len(ours), piece)]
+        self.groups[name] = self.client.put_many(moves) if way == "put" else self.client.get_many(moves)
+
+    async def many_ended(self, name: str) -> dict[str, Any]:
+        """How a group ended."""
+        group = self.groups[name]
+        with contextlib.suppress(KvxferError):
+            await group
+        return {"state": group.state, "bytes": group.bytes_done, "failed": sorted(group.failures)}
+
     # -- flows --------------------------------------------------------------------------------------
 
     async def cache(self, name: str, blocks: int, layers: int = 3, **geometry: Any) -> dict[str, Any]:
@@ -316,6 +340,44 @@ class Actor(Many):
             layer = found.regions[placement.region].array[placement.offset : placement.offset + size].reshape(shape)
             digests.append(hashlib.sha256(np.ascontiguousarray(layer[:, blocks])).hexdigest())
         return {"layers": digests}
+
+    # -- messages and pace --------------------------------------------------------------------------
+
+    async def mail(self, to: list[str], count: int, size: int) -> None:
+        for _ in range(count):
+            await self.client.send(to, "flood", bytes(size), timeout=3)
+
+    async def mail_background(self, name: str, to: list[str], count: int, size: int) -> None:
+        """So many messages at once; the flow ends with how many ended how."""
+        self._flow(name, self._mail_all(to, count, size))
+
+    async def _mail_all(self, to: list[str], count: int, size: int) -> dict[str, Any]:
+        ended: Counter[str] = Counter()
+
+        async def one() -> None:
+            try:
+                await self.client.send(to, "flood", bytes(size), timeout=2)
+                ended["done"] += 1
+            except KvxferError as error:
+                ended[error.code] += 1
+
+        sending: list[asyncio.Task[None]] = []
+        for number in range(count):
+            sending.append(asyncio.ensure_future(one()))
+            if number % 16 == 15:
+                await asyncio.sleep(0.0005)  # the measure beside it is of the daemon, not of this loop
+        await asyncio.gather(*sending)
+        return {"told": dict(ended)}
+
+    async def paced(self, region: str, descriptor: dict[str, Any], count: int) -> dict[str, Any]:
+        """One small put after the other; the 99th percentile of what each took."""
+        remote, took = RemoteDescriptor.from_dict(descriptor), []
+        for _ in range(count):
+            began = time.perf_counter()
+            await self.client.put(self.regions[region], remote)
+            took.append(time.perf_counter() - began)
+            await asyncio.sleep(0.002)
+        return {"p99_s": float(np.percentile(took, 99))}
 
     async def free(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """`Client.release`."""

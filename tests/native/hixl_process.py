@@ -50,6 +50,17 @@ async def within(waiting: Any, seconds: float = LIMIT_S) -> Any:
     return await asyncio.wait_for(asyncio.shield(waiting), seconds)
 
 
+def told(grant: GrantInfo, length: int) -> dict[str, Any]:
+    """A grant as another process is told of it."""
+    values = {"grant": grant.id, "generation": grant.generation, "length": length, "access": 3}
+    return values | {"key": grant.key.hex()}
+
+
+async def settle() -> None:
+    """Until the simulation has seen a `control`, and what it let go of has moved."""
+    await asyncio.sleep(0.04)
+
+
 class Near:
     """This process's engine, as a context."""
 

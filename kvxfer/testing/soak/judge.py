@@ -114,9 +114,9 @@ LIMITS: Mapping[str, Limit] = {
     "fds": Limit(floor=4),
     "threads": Limit(floor=2),
     "tasks": Limit(floor=1),
-    # The allocator splits and joins its own mappings, and the interpreter fills its caches.
-    "maps": Limit(per_transfers=200, floor=150),
-    "objects": Limit(per_transfers=1000, floor=2000),
+    # Up to 256 mappings of each peer's memory are kept for the next grant, and some tables keep the newest thousand.
+    "maps": Limit(per_transfers=200, floor=320),
+    "objects": Limit(per_transfers=1000, floor=4000),
 }
 
 

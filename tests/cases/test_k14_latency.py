@@ -1,0 +1,180 @@
+"""K14: waiting costs no CPU and adds no time, and no slow call or frozen peer holds up the others."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvxfer.mailboxes import SEND_BYTES_MAX, SENDS_MAX
+from kvxfer.testing.nodes import two_nodes
+from kvxfer.testing.worker import WorkerFailed
+from tests.cases.facts import limit, within
+from tests.cases.harness import BOTH, Cluster, cluster
+from tests.cases.heartbeat import heartbeat
+from tests.cases.scale import scaled, scaled_s
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(240)]
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@BOTH
+async def test_c67_a_stalled_transfer_costs_no_cpu(transport: str) -> None:
+    for_s = scaled_s(1.0, 10.0)
+    async with two_nodes([f"fault+{transport}"], fault_spec="hang_rate=1", timeout_s=60) as (a, b):
+        source, target = await a.alloc(MIB), await b.alloc(MIB)
+        stalled = a.put(source, target.descriptor("w"))
+        await asyncio.sleep(0.3)
+        before = cpu_s()
+        await asyncio.sleep(for_s)
+        used = cpu_s() - before
+        assert stalled.state == "running"
+        assert used <= limit(0.05 * for_s), f"{used:.3f} s of CPU in {for_s} s"
+        await stalled.cancel()
+
+
+def process_cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_c67_an_idle_daemon_with_eight_peers_costs_no_cpu(tcp_nodes: Cluster) -> None:
+    a, b = await tcp_nodes.fresh()
+    for_s = scaled_s(4.0, 30.0)
+    async with AsyncExitStack() as stack:
+        for _ in range(8):  # each is a daemon with its client, and its link to A's daemon stays up
+            peer = await stack.enter_async_context(kvxfer.local(transports=("tcp",), tcp_threads=1, copy_threads=1))
+            await peer.connect(a.node)
+        await b.do("where")
+        await asyncio.sleep(0.5)
+        before = process_cpu_s(a.daemon.pid)
+        await asyncio.sleep(for_s)
+        used = process_cpu_s(a.daemon.pid) - before
+    assert used <= limit(max(0.01 * for_s, 0.05)), f"{used:.3f} s of CPU in {for_s} s"
+
+
+@BOTH
+async def test_c68_short_transfers_are_not_polled_for(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        source, target = await a.alloc(4 * KIB), await b.alloc(4 * KIB)
+        described, took = target.descriptor("w"), []
+        for _ in range(50):
+            await a.put(source, described)
+        for _ in range(1000):
+            began = time.perf_counter()
+            await a.put(source, described)
+            took.append(time.perf_counter() - began)
+        median, p99 = (float(value) for value in np.percentile(took, (50, 99)))
+        assert median <= limit(0.001), median
+        assert p99 <= limit(0.005), p99
+
+
+@BOTH
+async def test_c69_a_slow_registration_holds_nobody(transport: str) -> None:
+    memory = np.zeros(8 * MIB, np.uint8)
+    took_ms = scaled(600, 3000)
+    async with AsyncExitStack() as stack:
+        a, b = await stack.enter_async_context(
+            two_nodes([f"fault+{transport}"], fault_spec=f"register_ms={took_ms}", tcp_threads=1, copy_threads=1)
+        )
+        light = {"transports": ("loop",), "tcp_threads": 1, "copy_threads": 1}
+        others = [await stack.enter_async_context(kvxfer.local(**light)) for _ in range(2)]
+        async with heartbeat() as beat:
+            began = time.perf_counter()
+            registering = asyncio.ensure_future(a.register(memory))
+            await asyncio.sleep(0.05)
+            for other in others:  # handshakes of peers meanwhile
+                with within(0.5, "a handshake"):
+                    await other.connect(a.addresses)
+            region = await registering
+            assert time.perf_counter() - began >= took_ms / 1000
+        assert beat.thread_longest_s <= limit(0.1), "the lock of the interpreter was held"
+        assert beat.longest_s <= limit(0.1), "the loop was held"
+        assert region.length == memory.nbytes
+        await b.connect(a.addresses)
+
+
+@BOTH
+async def test_c69_nor_does_anything_else(transport: str) -> None:
+    memory = np.zeros(256 * MIB, np.uint8)
+    gaps: dict[str, float] = {}
+    async with two_nodes([f"fault+{transport}"], fault_spec="chunk_bytes=65536,chunk_ms=20", timeout_s=30) as (a, b):
+        silent = socket.create_server(("127.0.0.1", 0))  # accepts nothing and says nothing
+        port = silent.getsockname()[1]
+        target = await b.alloc(256 * MIB)
+        region = await a.register(memory)
+        described = target.descriptor("w")
+
+        async def connect() -> None:
+            with pytest.raises(kvxfer.KvxferError):
+                await a.connect(f"127.0.0.1:{port}", timeout=0.3)
+
+        async def submit() -> None:
+            running.extend(a.put(region[i * MIB : (i + 1) * MIB], described, target_offset=i * MIB) for i in range(64))
+
+        async def cancel() -> None:
+            await asyncio.gather(*(transfer.cancel() for transfer in running))
+
+        running: list[kvxfer.Transfer] = []
+        steps = {"connect": connect, "submit": submit, "cancel": cancel, "release": region.release}
+        for name, step in steps.items():
+            async with heartbeat() as beat:
+                await asyncio.sleep(0.01)
+                await step()
+            gaps[name] = max(beat.longest_s, beat.thread_longest_s)
+        again = await a.register(memory)
+        for index in range(16):
+            a.put(again[index * MIB : (index + 1) * MIB], described, target_offset=index * MIB)
+        await asyncio.sleep(0.05)
+        async with heartbeat() as beat:
+            await asyncio.sleep(0.01)
+            await a.aclose()
+        gaps["close"] = max(beat.longest_s, beat.thread_longest_s)
+        silent.close()
+    assert max(gaps.values()) <= limit(0.1), gaps
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="session")
+async def test_c70_a_frozen_peer_holds_up_nobody_else(tmp_path: Path) -> None:
+    settings = {"keepalive_s": 1, "keepalive_live_s": 0.5, "dead_s": 1}
+    async with cluster(tmp_path, "tcp", sides="abc", daemons=settings) as found:
+        a, frozen, other = found["a"], found["b"], found["c"]
+        for side in (a, other):
+            await side.do("alloc", name="m", length=4 * KIB)
+        described = (await other.do("describe", name="m"))["descriptor"]
+        await a.do("mail", to=frozen.node, count=1, size=10)
+        baseline = (await a.do("paced", descriptor=described, count=100, region="m"))["p99_s"]
+        before, flood_messages = a.rss_bytes(a.daemon), scaled(3000, 10_000)
+        frozen.freeze(daemon_too=True)
+        frozen_at = time.monotonic()
+        await a.do("mail_background", name="flood", to=frozen.node, count=flood_messages, size=16 * KIB)
+        during = (await a.do("paced", descriptor=described, count=200, region="m"))["p99_s"]
+        flood = await a.do("ended", name="flood")
+        grown = a.rss_bytes(a.daemon) - before
+        assert during <= limit(max(2 * baseline, 0.050)), (baseline, during)
+        assert grown <= 48 * MIB, "the queue is bounded"
+        told = flood["told"]
+        assert sum(told.values()) == flood_messages, "each has one outcome"
+        assert told["peer_backpressure"] >= flood_messages - 2 * SENDS_MAX, told
+        assert SENDS_MAX * 16 * KIB <= SEND_BYTES_MAX == 8 * MIB
+        assert set(told) <= {"peer_backpressure", "peer_lost", "peer_unreachable", "timeout"}, told
+        # Declared down by the keepalive, and its queue is gone.
+        with pytest.raises(WorkerFailed) as down:
+            await a.do("mail", to=frozen.node, count=1, size=10)
+        assert down.value.code in ("peer_lost", "peer_unreachable", "timeout")
+        assert time.monotonic() - frozen_at <= limit(30)
+        frozen.thaw()

@@ -1,0 +1,85 @@
+"""K16: a full pool makes its users wait their turn, never for each other, and what can never fit is said at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvxfer.errors import TooLarge, TransferTimeout
+from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
+from tests.cases.facts import limit, pattern, within
+from tests.cases.harness import BOTH
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
+MIB = 1 << 20
+SMALL = {"window_bytes_max": 8 * MIB, "inflight_bytes_max": 8 * MIB, "tcp_threads": 1, "copy_threads": 1}
+ONE = SMALL | {"window_bytes_max": 2 * MIB}
+
+
+@BOTH
+async def test_c72_three_nodes_fifty_transfers_eight_mib(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO, "kvxfer"):
+        async with (
+            kvxfer.local(transports=(transport,), **SMALL) as a,
+            kvxfer.local(transports=(transport,), **SMALL) as b,
+            kvxfer.local(transports=(transport,), **SMALL) as c,
+        ):
+            nodes = (a, b, c)
+            sources = [await node.alloc(2 * MIB) for node in nodes]
+            for number, source in enumerate(sources):
+                source.array[:] = np.frombuffer(pattern(72, number, 2 * MIB), np.uint8)
+            work = []
+            for number in range(50):
+                ours, theirs = number % 3, (number + 1 + number // 3 % 2) % 3
+                target = await nodes[theirs].alloc(2 * MIB)
+                work.append((ours, target, nodes[ours].put(sources[ours], target.descriptor("w"))))
+            with within(20, "fifty transfers"):
+                await asyncio.gather(*(transfer.wait_settled() for _, _, transfer in work))
+            for ours, target, transfer in work:
+                assert transfer.state == "done"
+                assert np.array_equal(target.array, sources[ours].array)
+            # More than there is room for streams through.
+            large, landing = await a.alloc(20 * MIB), await b.alloc(20 * MIB)
+            large.array[:] = np.resize(np.frombuffer(pattern(72, 9, MIB), np.uint8), 20 * MIB)
+            await a.put(large, landing.descriptor("w"))
+            assert np.array_equal(large.array, landing.array)
+    assert len(caplog.records) <= 10 * max(1.0, time.monotonic() - began), [
+        one.getMessage() for one in caplog.records[:20]
+    ]
+
+
+@BOTH
+async def test_c72_first_come_first_served_and_by_the_deadline(transport: str) -> None:
+    async with two_nodes([f"fault+{transport}"], fault_spec="hang_op=1", timeout_s=30, **ONE) as (a, b):
+        source, target = await a.alloc(2 * MIB), await b.alloc(2 * MIB)
+        described, order = target.descriptor("w"), []
+        first = a.put(source, described)  # has the whole window, and hangs
+        await asyncio.sleep(0.2)
+        waiting = [a.put(source, described) for _ in range(8)]
+        for number, transfer in enumerate(waiting):
+            transfer.on_settled(lambda _, number=number: order.append(number))  # type: ignore[misc]
+        late = a.put(source, described, timeout=0.3)
+        with within(1.3, "the deadline of one that waits"), pytest.raises(TransferTimeout):
+            await late
+        assert not order
+        await first.cancel()
+        await asyncio.gather(*waiting)
+        assert order == sorted(order), "in the order in which they came"
+
+
+async def test_c72_a_landing_that_can_never_fit_fails_at_once() -> None:
+    async with two_nodes(["shm"], landing_bytes_max=8 * MIB) as (a, b):
+        geometry = small_geometry(layers=1, head_size=512)
+        blocks = 20 * MIB // geometry.bytes_per_block
+        source = await make_cache(a, geometry, blocks)
+        table = kvxfer.BlockTable.of(range(blocks), tokens=16 * blocks)
+        with within(1, "the refusal"), pytest.raises(TooLarge) as refused:
+            async with a.push("r", to=b.addresses, cache=source, table=table, land=True, timeout=limit(10)):
+                pass
+        assert refused.value.fields["limit"] == 8 * MIB, "it names the limit"
