@@ -216,6 +216,7 @@ static void batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *before, in
     xfer->live--;
     if (status == KVX_OK) {
         xfer->bytes += batch->bytes;
+        kvx_op_moved(xfer->op, batch->bytes);
     } else {
         fail(xfer, of_an_op(status), (int)batch->segment);
         xfer->doubtful |= !certain;

@@ -14,7 +14,6 @@ import mmap
 import os
 import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Coroutine
 from random import Random
@@ -33,6 +32,7 @@ from kvxfer.native.engine import OpKind
 from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
+from tests.cases.actor_load import Load
 from tests.cases.actor_mail import Mail
 from tests.cases.actor_many import Many
 from tests.cases.facts import pattern
@@ -46,7 +46,7 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error), "fields": {}}
 
 
-class Actor(Many, Mail):
+class Actor(Many, Mail, Load):
     """Holds a client and everything that a test has named."""
 
     def __init__(self) -> None:
@@ -124,36 +124,6 @@ class Actor(Many, Mail):
         ledger = self.client.ledger
         ledger.release(ledger.acquire(self.caches[cache].regions[0].id, blocks, "the next request"))
 
-    async def timed_out(self, count: int, length: int, descriptor: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Puts that outlast their deadline, from memory that is then forgotten; when is it really given back?"""
-        remote, began = RemoteDescriptor.from_dict(descriptor), time.monotonic()
-        gone: list[float] = []
-        states: Counter[str] = Counter()
-
-        async def one() -> weakref.ref[Any]:
-            memory = np.full(length, 7, dtype=np.uint8)
-            weakref.finalize(memory, lambda: gone.append(time.monotonic() - began))
-            region = await self.client.register(memory)
-            transfer = self.client.put(region, remote, timeout=timeout)
-            with contextlib.suppress(KvxferError):
-                await transfer
-            states[transfer.state] += 1
-            self.releases.append(asyncio.ensure_future(region.release(drain=True)))
-            return weakref.ref(memory)
-
-        held = await asyncio.gather(*(one() for _ in range(count)))
-        decided_s = time.monotonic() - began
-        gc.collect()
-        kept = sum(reference() is not None for reference in held)
-        releases, self.releases = self.releases, []
-        await asyncio.gather(*releases)
-        del releases
-        while len(gone) < count and time.monotonic() - began < timeout + 10:
-            await asyncio.sleep(0.01)
-            gc.collect()
-        returned_s = max(gone) if len(gone) == count else float("inf")
-        return {"states": dict(states), "decided_s": decided_s, "kept": kept, "returned_s": returned_s}
-
     async def watch(self, name: str, every_s: float, for_s: float, offset: int = 0, length: int | None = None) -> None:
         """Look at the bytes again and again; `watched` says how often they had changed."""
         self.watched[name] = asyncio.ensure_future(self._watch(name, offset, length, every_s, for_s))
@@ -201,9 +171,6 @@ class Actor(Many, Mail):
         self.settled[name] = 0
         transfer.on_settled(lambda _: self._count(name))
         return {"op": transfer.op_id, "state": transfer.state}
-
-    def _count(self, name: str) -> None:
-        self.settled[name] += 1
 
     async def state(self, name: str) -> dict[str, Any]:
         """How it stands, without waiting."""
@@ -412,79 +379,6 @@ class Actor(Many, Mail):
                 await push.layer(hold)
         return {}
 
-    async def storm(
-        self, seed: int, count: int, region: str, descriptor: dict[str, Any], within_s: float, timeout: float
-    ) -> dict[str, Any]:
-        """Many gets and puts, each aborted at a seeded moment from before its start on; their outcomes, counted."""
-        rng = Random(seed)
-        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
-        size = len(ours) // count
-        outcomes: Counter[str] = Counter()
-
-        async def one(index: int, after_s: float, before: bool) -> None:
-            span = ours[index * size : (index + 1) * size]
-            start = self.client.put if index % 2 else self.client.get
-            offset = {"target_offset" if index % 2 else "source_offset": index * size}
-            settled: list[str] = []
-            transfer = start(span, remote, timeout=timeout, **offset)
-            transfer.on_settled(lambda done: settled.append(done.state))
-            if not before:
-                await asyncio.sleep(after_s)
-            await transfer.cancel()
-            assert len(settled) == 1, settled
-            assert settled == [transfer.state]
-            outcomes[transfer.state] += 1
-
-        plans = [(rng.uniform(0, within_s), rng.random() < 0.1) for _ in range(count)]
-        await asyncio.gather(*(one(index, after_s, before) for index, (after_s, before) in enumerate(plans)))
-        return {"outcomes": dict(outcomes)}
-
-    async def burst(
-        self, count: int, region: str, descriptor: dict[str, Any], size: int, timeout: float, wait: bool = True
-    ) -> dict[str, Any]:
-        """``count`` puts at once; outcomes by state and error, and how often each was settled."""
-        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
-        room = len(ours) // size
-        outcomes: Counter[str] = Counter()
-
-        async def one(index: int) -> None:
-            offset = index % room * size
-            transfer = self.client.put(ours[offset : offset + size], remote, target_offset=offset, timeout=timeout)
-            self.transfers[f"burst {index}"] = transfer
-            self.settled[f"burst {index}"] = 0
-            transfer.on_settled(lambda _: self._count(f"burst {index}"))
-            with contextlib.suppress(KvxferError):
-                await transfer
-            outcomes[transfer.state] += 1
-
-        began = time.monotonic()
-        await asyncio.gather(*(one(index) for index in range(count)))
-        decided_s = time.monotonic() - began
-        if wait:
-            await asyncio.gather(*(transfer.wait_settled() for transfer in self.transfers.values()))
-        settled = Counter(self.settled.values())
-        return {"outcomes": dict(outcomes), "settled": {str(n): c for n, c in settled.items()}, "decided_s": decided_s}
-
-    async def latencies(self, count: int, region: str, descriptor: dict[str, Any], size: int) -> dict[str, Any]:
-        """Seconds of ``count`` puts, one after the other, sorted."""
-        ours, remote = self.regions[region], RemoteDescriptor.from_dict(descriptor)
-        found = []
-        for _ in range(count):
-            began = time.perf_counter()
-            await self.client.put(ours[:size], remote, timeout=10)
-            found.append(time.perf_counter() - began)
-        return {"seconds": sorted(found)}
-
-    async def blocked(self, region: str, descriptor: dict[str, Any], timeout: float, hold_s: float) -> dict[str, Any]:
-        """One put, while this thread holds the loop for ``hold_s`` from its start on."""
-        transfer = self.client.put(self.regions[region], RemoteDescriptor.from_dict(descriptor), timeout=timeout)
-        end = time.monotonic() + hold_s
-        while time.monotonic() < end:
-            time.sleep(0.01)  # noqa: ASYNC251 - that is the point
-        with contextlib.suppress(KvxferError):
-            await transfer
-        return {"state": transfer.state}
-
     async def lookup(self, name: str, node: list[str], wait_s: float = 0) -> dict[str, Any]:
         """The descriptor that a node shares."""
         return {"descriptor": (await self.client.lookup(name, node=node, wait_s=wait_s, timeout=5)).to_dict()}
@@ -522,6 +416,16 @@ class Actor(Many, Mail):
         self.kept.append(memory)
         new = self.regions["again"].descriptor(access)
         return {"old": old.to_dict(), "new": new.to_dict(), "ids": [first.id, self.regions["again"].id]}
+
+    async def cycle(self, count: int) -> dict[str, Any]:
+        """So many registrations of the same memory; how many different ids."""
+        memory = np.zeros(4096, dtype=np.uint8)
+        ids = set()
+        for _ in range(count):
+            region = await self.client.register(memory)
+            ids.add(region.id)
+            await region.release()
+        return {"different": len(ids)}
 
     # -- looking ------------------------------------------------------------------------------------
 

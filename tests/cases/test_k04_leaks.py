@@ -33,7 +33,8 @@ async def test_c22_aborts_at_any_moment(nodes: Cluster, rounds: int) -> None:
         assert sum(outcomes.values()) == 500
         assert set(outcomes) <= {"cancelled", "done"}, outcomes
         assert outcomes["cancelled"] > 20
-        assert outcomes.get("done", 0) > 20 * min(number, 1), "some were over already"
+        if number:
+            assert outcomes.get("done", 0) > 20, "some were over already"
         for side in (a, b):
             await side.back_to(
                 {"inflight": 0, "pinned": 0, "quarantined": 0, "quarantined_grants": 0},
@@ -132,17 +133,17 @@ async def test_c26_a_request_that_is_not_fetched_after_all(nodes: Cluster) -> No
     assert (await a.holds())["grants"] == 0
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.full)])
-async def test_c27_late_completions(nodes: Cluster, count: int) -> None:
+@pytest.mark.parametrize(("count", "stuck_ms"), [(300, 2000), pytest.param(2000, 5000, marks=pytest.mark.full)])
+async def test_c27_late_completions(nodes: Cluster, count: int, stuck_ms: int) -> None:
     """The transport hangs, all time out; then it goes on and completes every one of them, too late."""
-    a, b = await nodes.fresh(a=slow(nodes.transport, "stuck_ms=2000") | {"window_ops_max": 4096})
+    a, b = await nodes.fresh(a=slow(nodes.transport, f"stuck_ms={stuck_ms}") | {"window_ops_max": 4096})
     for side in (a, b):
         await side.do("alloc", name="m", length=64 * BLOCK)
     target = (await b.do("describe", name="m"))["descriptor"]
     before = await a.do("counters")
-    found = await a.do("burst", count=count, region="m", descriptor=target, size=4096, timeout=0.5)
+    found = await a.do("burst", count=count, region="m", descriptor=target, size=4096, timeout=stuck_ms / 4000)
     assert found["outcomes"] == {"timed_out": count}
-    assert found["decided_s"] < limit(1.5)
+    assert found["decided_s"] < limit(stuck_ms / 4000 + 1)
     assert found["settled"] == {"1": count}, "each once"
     after = await a.do("counters")
     assert after["late"] - before["late"] == count

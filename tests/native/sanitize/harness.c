@@ -81,9 +81,9 @@ void side_open(side *s, const char *name, const char *transport, const char *soc
     snprintf(s->name, sizeof(s->name), "%s", name);
     kvx_engine_config config = config_of(transport, socket_dir);
     const char *base = strncmp(transport, "fault+", 6) == 0 ? transport + 6 : transport;
-    char why[512] = "", faults[160];
+    char why[512] = "", faults[200];
     snprintf(faults, sizeof(faults),
-             "seed=%u,delay_ms=0..3,fail_rate=0.03,hang_rate=0.01,flip_rate=0.03,short_rate=0.03",
+             "seed=%u,delay_ms=0..3,fail_rate=0.03,hang_rate=0.01,flip_rate=0.03,short_rate=0.03,chunk_bytes=30000",
              (unsigned)dice(1u << 30));
     s->faulty = base != transport;
     config.fault_spec = s->faulty ? faults : "";
