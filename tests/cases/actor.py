@@ -14,7 +14,6 @@ import mmap
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from random import Random
 from typing import Any
