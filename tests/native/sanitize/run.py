@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1:history_size=4",
 }
-ENDS = "ends"  # forks, which the thread sanitizer does not follow
+ENDS = "ends"  # forks among threads, after which a child under the thread sanitizer may not make any (die_after_fork)
 DEVICE = "device"  # over simulated cards, and no transport of its own: runs with `loop` only
 # (scenario, rounds, needs another process)
 SCENARIOS = (
