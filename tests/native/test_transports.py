@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from kvxfer.errors import ConfigError, PeerUnreachable, TransportUnavailable
 from kvxfer.native.facts import EngineConfig
 from kvxfer.native.transports import accelerators_likely, expanded
 from tests.native.simulated import simulated
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -92,18 +96,22 @@ async def test_hixl_alone_never_falls_back() -> None:
         assert not theirs.array.any()
 
 
-def test_hixl_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Named alone or beside others it is an error that says so; with "auto" beside it, a reason."""
-    monkeypatch.setenv("KVXFER_CANN_LIBDIR", str(tmp_path))
+async def without_hixl(directory: str) -> None:
+    for named in (("hixl",), ("hixl", "shm", "tcp")):
+        with pytest.raises(TransportUnavailable, match=r"hixl|CANN|libacl"):
+            async with kvxfer.local(transports=named):
+                pass
+    for transports in (("auto",), ("hixl", "auto")):
+        async with kvxfer.local(transports=transports) as client:
+            assert [info.name for info in client.plane.engine.transports] == ["loop", "shm", "tcp"]
+            assert directory in client.plane.engine.unavailable["hixl"]
 
-    async def openings() -> None:
-        for named in (("hixl",), ("hixl", "shm", "tcp")):
-            with pytest.raises(TransportUnavailable, match=r"hixl|CANN|libacl"):
-                async with kvxfer.local(transports=named):
-                    pass
-        for transports in (("auto",), ("hixl", "auto")):
-            async with kvxfer.local(transports=transports) as client:
-                assert [info.name for info in client.plane.engine.transports] == ["loop", "shm", "tcp"]
-                assert str(tmp_path) in client.plane.engine.unavailable["hixl"]
 
-    asyncio.run(openings())
+def test_hixl_that_is_not_there(tmp_path: Path) -> None:
+    """Named alone or beside others it is an error that says so; with "auto" beside it, a reason. A process looks for
+    the libraries once, so this one is a fresh one.
+    """
+    call = f"import asyncio; from {__name__} import without_hixl; asyncio.run(without_hixl({str(tmp_path)!r}))"
+    environment = {**os.environ, "KVXFER_CANN_LIBDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

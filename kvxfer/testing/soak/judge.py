@@ -16,6 +16,7 @@ POINTS_MAX = 256
 WARM_UP = 0.25  # of the transfers: caches, pools and interned strings fill up
 PER_TRANSFERS = 50_000
 POINTS_MIN = 6
+POINTS_OF_WOBBLE = 12  # what goes up and down by itself proves nothing in fewer
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Limit:
 
     per_transfers: float | None = None
     floor: float = 0.0
+    points_min: int = POINTS_MIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +101,9 @@ def judge(name: str, series: Series, limit: Limit) -> Verdict:
     why = ""
     if limit.per_transfers is None:
         grown = min(value for _, value in points[-third:]) - max(value for _, value in points[:third])
-        if len(points) >= POINTS_MIN and grown > limit.floor:
+        if len(points) >= limit.points_min and grown > limit.floor:
             why = f"never came back to what it was: from {first:g} to {last:g}"
-    elif len(points) >= POINTS_MIN and rise > limit.floor and per_transfer * PER_TRANSFERS > limit.per_transfers:
+    elif len(points) >= limit.points_min and rise > limit.floor and per_transfer * PER_TRANSFERS > limit.per_transfers:
         why = f"rose by {rise:.3g} in all, {per_transfer * PER_TRANSFERS:.3g} per {PER_TRANSFERS} transfers"
     shown = round(per_transfer * PER_TRANSFERS, 3)
     return Verdict(name=name, flat=not why, first=first, last=last, slope=shown, points=len(points), why=why)
@@ -109,14 +111,14 @@ def judge(name: str, series: Series, limit: Limit) -> Verdict:
 
 MIB = 1024.0  # resident memory is counted in KiB
 LIMITS: Mapping[str, Limit] = {
-    "rss_kib": Limit(per_transfers=2 * MIB, floor=4 * MIB),
-    "shmem_kib": Limit(per_transfers=2 * MIB, floor=16 * MIB),
-    "fds": Limit(floor=4),
-    "threads": Limit(floor=2),
-    "tasks": Limit(floor=1),
+    "rss_kib": Limit(per_transfers=2 * MIB, floor=4 * MIB, points_min=POINTS_OF_WOBBLE),
+    "shmem_kib": Limit(per_transfers=2 * MIB, floor=16 * MIB, points_min=POINTS_OF_WOBBLE),
+    "fds": Limit(floor=4, points_min=POINTS_OF_WOBBLE),
+    "threads": Limit(floor=2, points_min=POINTS_OF_WOBBLE),
+    "tasks": Limit(floor=1, points_min=POINTS_OF_WOBBLE),
     # Up to 256 mappings of each peer's memory are kept for the next grant, and some tables keep the newest thousand.
-    "maps": Limit(per_transfers=200, floor=320),
-    "objects": Limit(per_transfers=1000, floor=4000),
+    "maps": Limit(per_transfers=200, floor=320, points_min=POINTS_OF_WOBBLE),
+    "objects": Limit(per_transfers=1000, floor=4000, points_min=POINTS_OF_WOBBLE),
 }
 
 
