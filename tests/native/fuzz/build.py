@@ -105,7 +105,10 @@ def command(target: Target, folder: Path, seconds: float, seed: int) -> list[str
     """One run; new inputs go to `folder`, one that fails to `CRASHES`."""
     CRASHES.mkdir(parents=True, exist_ok=True)
     options = [f"-max_total_time={max(1, round(seconds))}", f"-max_len={target.bytes_max}", f"-seed={seed}"]
-    options += [f"-artifact_prefix={CRASHES}/{target.name}-", "-timeout=20", "-rss_limit_mb=1024"]
+    # libFuzzer asks the kernel for the peak of resident memory, which a process inherits from the one that started it;
+    # a large allocation is seen by itself.
+    bounds = ["-timeout=20", "-rss_limit_mb=0", "-malloc_limit_mb=256"]
+    options += [f"-artifact_prefix={CRASHES}/{target.name}-", *bounds]
     return [str(built(target)), *options, "-print_final_stats=1", "-verbosity=1", str(folder)]
 
 
