@@ -92,12 +92,17 @@ check-static: build $(VENV)/.dev
 check: check-static ## formats, lint, types, source rules, then the quick tests
 	@echo "== quick tests"; KVXFER_TEST_LOOP=asyncio $(PYTEST) -q -m "not once and not slow" --deselect tests/test_sourcecode.py $(ARGS)
 
+# Most of the first mode's time is waiting for other processes, so the other two run beside it; their output comes when they end.
 test: check-static ## checks, the suite in three event loop modes, then the sanitizers
-	@$(MAKE) --no-print-directory test-asyncio
-	@$(MAKE) --no-print-directory test-debug
-	@$(MAKE) --no-print-directory test-uvloop
-	@$(MAKE) --no-print-directory sanitize
-	@echo "== all passed"
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT
+	{ $(MAKE) --no-print-directory test-debug && $(MAKE) --no-print-directory test-uvloop; } >"$$log" 2>&1 & others=$$!
+	failed=
+	$(MAKE) --no-print-directory test-asyncio || failed=1
+	wait $$others || failed=1
+	cat "$$log"
+	[ -z "$$failed" ]
+	$(MAKE) --no-print-directory sanitize
+	echo "== all passed"
 
 # What no event loop can change runs in the mode `asyncio` only (tests/conftest.py says how that is known).
 test-asyncio test-debug test-uvloop: build $(VENV)/.dev
