@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from tests.conftest import slack
 from tests.native.ascend_sim.build import build, build_driver
@@ -77,7 +78,18 @@ class Driver:
             assert answer[0] == OK, f"{command}: {answer}: {self.line('message')}"
 
     def signal(self, number: signal.Signals) -> None:
+        """A stopped process is one whose threads have all stopped, which takes the kernel a moment."""
         self.process.send_signal(number)
+        until = time.monotonic() + LIMIT_S
+        while number == signal.SIGSTOP and not self._stopped():
+            assert time.monotonic() < until, "it does not stop"
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        try:
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # a thread ended meanwhile: look again
 
     def kill(self) -> None:
         self.process.kill()
