@@ -55,7 +55,7 @@ EXPECTED_CODE = ("ldnp", "stnp", "crc32cx", "crc32cb")
 SIMULATOR_TESTS = (
     "(bytes_move_between_processes and 9.1) or killed_peer or timeout_latches or ipc_memory or counted or slots"
 )
-ROUNDS = {"roundtrip": 1, "storm": 800, "close": 4, "kill": 2, "hostile": 2, sanitize.DEVICE: 20}
+ROUNDS = {"roundtrip": 1, "storm": 800, "close": 4, sanitize.ENDS: 1, "kill": 2, "hostile": 2, sanitize.DEVICE: 20}
 WITHOUT_FOREIGN_MEMORY = ("shm",)
 FUZZ_SECONDS = 1
 # Simulated toolkits: (variant, string ABI of the libraries, how our loader judges it).
