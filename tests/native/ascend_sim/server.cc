@@ -215,8 +215,9 @@ std::vector<std::pair<std::string, std::string>> Engine::take_notifies() {
 
 /* A client that says nothing for 120 s is dropped. */
 void Engine::drop_silent() {
-    uint64_t limit = static_cast<uint64_t>(kvxsim_number("HEARTBEAT_DROP_MS", 120000) * 1e6), now = kvxsim_now_ns();
+    uint64_t limit = static_cast<uint64_t>(kvxsim_number("HEARTBEAT_DROP_MS", 120000) * 1e6);
     std::lock_guard<std::mutex> guard(serving_);
+    uint64_t now = kvxsim_now_ns(); /* not before the lock: what is heard meanwhile would be later than now */
     for (auto &[fd, session] : sessions_)
         if (session.said_hello && now - session.heard_ns > limit) {
             kvxsim_note("%s drops the silent link of %s", name_.c_str(), session.name.c_str());
