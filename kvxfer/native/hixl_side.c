@@ -451,20 +451,6 @@ void kvx_hixl_conn_event(hixl_conn *conn, uint32_t events) {
 
 /* -- LOCATION ----------------------------------------------------------------------------------------------------- */
 
-static void store(uint8_t *bytes, uint64_t value, uint32_t width) {
-    for (uint32_t i = 0; i < width; i++) {
-        bytes[i] = (uint8_t)(value >> (8 * i));
-    }
-}
-
-static uint64_t load(const uint8_t *bytes, uint32_t width) {
-    uint64_t value = 0;
-    for (uint32_t i = 0; i < width; i++) {
-        value |= (uint64_t)bytes[i] << (8 * i);
-    }
-    return value;
-}
-
 enum {
     AT_ADDRESS = 0,
     AT_LENGTH = 8,
@@ -483,17 +469,17 @@ enum {
 
 void kvx_hixl_location_encode(const hixl_location *location, uint8_t units[HIXL_LOCATION_UNITS * 16]) {
     memset(units, 0, HIXL_LOCATION_UNITS * 16);
-    store(units + AT_ADDRESS, location->address, 8);
-    store(units + AT_LENGTH, location->length, 8);
-    store(units + AT_KIND, location->kind, 4);
-    store(units + AT_PHYSICAL, (uint32_t)location->physical, 4);
-    store(units + AT_EPOCH, location->epoch, 8);
-    store(units + AT_PROCESS, location->process, 8);
-    store(units + AT_VERSION, location->version, 8);
-    store(units + AT_KNOWN, location->known, 8);
+    kvx_bytes_store(units + AT_ADDRESS, location->address, 8);
+    kvx_bytes_store(units + AT_LENGTH, location->length, 8);
+    kvx_bytes_store(units + AT_KIND, location->kind, 4);
+    kvx_bytes_store(units + AT_PHYSICAL, (uint32_t)location->physical, 4);
+    kvx_bytes_store(units + AT_EPOCH, location->epoch, 8);
+    kvx_bytes_store(units + AT_PROCESS, location->process, 8);
+    kvx_bytes_store(units + AT_VERSION, location->version, 8);
+    kvx_bytes_store(units + AT_KNOWN, location->known, 8);
     memcpy(units + AT_BOOT, location->boot_id, 16);
-    store(units + AT_ARENA_OFFSET, location->arena_offset, 8);
-    store(units + AT_ARENA_LENGTH, location->arena_length, 8);
+    kvx_bytes_store(units + AT_ARENA_OFFSET, location->arena_offset, 8);
+    kvx_bytes_store(units + AT_ARENA_LENGTH, location->arena_length, 8);
     memcpy(units + AT_KEY, location->key, sizeof location->key);
     memcpy(units + AT_ENGINE, location->engine, sizeof location->engine);
 }
@@ -502,17 +488,17 @@ bool kvx_hixl_location_decode(hixl_location *location, const uint8_t *units, uin
     if (count != HIXL_LOCATION_UNITS) {
         return false;
     }
-    location->address = load(units + AT_ADDRESS, 8);
-    location->length = load(units + AT_LENGTH, 8);
-    location->kind = (uint32_t)load(units + AT_KIND, 4);
-    location->physical = (int32_t)(uint32_t)load(units + AT_PHYSICAL, 4);
-    location->epoch = load(units + AT_EPOCH, 8);
-    location->process = load(units + AT_PROCESS, 8);
-    location->version = load(units + AT_VERSION, 8);
-    location->known = load(units + AT_KNOWN, 8);
+    location->address = kvx_bytes_load(units + AT_ADDRESS, 8);
+    location->length = kvx_bytes_load(units + AT_LENGTH, 8);
+    location->kind = (uint32_t)kvx_bytes_load(units + AT_KIND, 4);
+    location->physical = (int32_t)(uint32_t)kvx_bytes_load(units + AT_PHYSICAL, 4);
+    location->epoch = kvx_bytes_load(units + AT_EPOCH, 8);
+    location->process = kvx_bytes_load(units + AT_PROCESS, 8);
+    location->version = kvx_bytes_load(units + AT_VERSION, 8);
+    location->known = kvx_bytes_load(units + AT_KNOWN, 8);
     memcpy(location->boot_id, units + AT_BOOT, 16);
-    location->arena_offset = load(units + AT_ARENA_OFFSET, 8);
-    location->arena_length = load(units + AT_ARENA_LENGTH, 8);
+    location->arena_offset = kvx_bytes_load(units + AT_ARENA_OFFSET, 8);
+    location->arena_length = kvx_bytes_load(units + AT_ARENA_LENGTH, 8);
     memcpy(location->key, units + AT_KEY, sizeof location->key);
     memcpy(location->engine, units + AT_ENGINE, sizeof location->engine);
     struct sockaddr_storage address;

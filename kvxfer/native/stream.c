@@ -41,57 +41,43 @@ enum {
 
 enum { RX_HELLO, RX_HEAD, RX_PAYLOAD, RX_TRAILER, RX_DEAD };
 
-static void store(uint8_t *bytes, uint64_t value, uint32_t width) {
-    for (uint32_t i = 0; i < width; i++) {
-        bytes[i] = (uint8_t)(value >> (8 * i));
-    }
-}
-
-static uint64_t load(const uint8_t *bytes, uint32_t width) {
-    uint64_t value = 0;
-    for (uint32_t i = 0; i < width; i++) {
-        value |= (uint64_t)bytes[i] << (8 * i);
-    }
-    return value;
-}
-
 void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYTES]) {
     memset(bytes, 0, KVX_STREAM_HELLO_BYTES);
-    store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
+    kvx_bytes_store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
     bytes[AT_VERSION] = hello->version;
     bytes[AT_TYPE] = KVX_FRAME_HELLO;
     bytes[HELLO_AT_ROLE] = hello->role;
     bytes[HELLO_AT_STREAM] = hello->stream;
     bytes[HELLO_AT_STREAMS] = hello->streams;
-    store(bytes + HELLO_AT_STATUS, (uint32_t)hello->status, 4);
-    store(bytes + HELLO_AT_FRAME_BYTES, hello->frame_bytes, 4);
+    kvx_bytes_store(bytes + HELLO_AT_STATUS, (uint32_t)hello->status, 4);
+    kvx_bytes_store(bytes + HELLO_AT_FRAME_BYTES, hello->frame_bytes, 4);
     memcpy(bytes + HELLO_AT_SESSION, hello->session, sizeof hello->session);
     memcpy(bytes + HELLO_AT_NONCE, hello->nonce, KVX_NONCE_BYTES);
     memcpy(bytes + HELLO_AT_ENGINE, hello->engine_id, KVX_ID_BYTES);
 }
 
 void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes) {
-    store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
+    kvx_bytes_store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
     bytes[AT_VERSION] = KVX_STREAM_VERSION;
     bytes[AT_TYPE] = frame->type;
-    store(bytes + AT_FLAGS, frame->flags, 2);
-    store(bytes + AT_SEGMENTS, frame->segments, 4);
-    store(bytes + AT_STATUS, (uint32_t)frame->status, 4);
-    store(bytes + AT_OP, frame->op, 8);
-    store(bytes + AT_INDEX, frame->index, 4);
-    store(bytes + AT_SEGMENT, frame->segment, 4);
-    store(bytes + AT_GRANT, frame->grant, 8);
-    store(bytes + AT_GENERATION, frame->generation, 8);
-    store(bytes + AT_LENGTH, frame->length, 8);
-    store(bytes + AT_TAG, frame->tag, 8);
-    store(bytes + AT_VALUE, frame->value, 8);
+    kvx_bytes_store(bytes + AT_FLAGS, frame->flags, 2);
+    kvx_bytes_store(bytes + AT_SEGMENTS, frame->segments, 4);
+    kvx_bytes_store(bytes + AT_STATUS, (uint32_t)frame->status, 4);
+    kvx_bytes_store(bytes + AT_OP, frame->op, 8);
+    kvx_bytes_store(bytes + AT_INDEX, frame->index, 4);
+    kvx_bytes_store(bytes + AT_SEGMENT, frame->segment, 4);
+    kvx_bytes_store(bytes + AT_GRANT, frame->grant, 8);
+    kvx_bytes_store(bytes + AT_GENERATION, frame->generation, 8);
+    kvx_bytes_store(bytes + AT_LENGTH, frame->length, 8);
+    kvx_bytes_store(bytes + AT_TAG, frame->tag, 8);
+    kvx_bytes_store(bytes + AT_VALUE, frame->value, 8);
     memset(bytes + AT_MAC, 0, KVX_MAC_BYTES);
 }
 
 void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, uint64_t length) {
     uint8_t *at = bytes + KVX_STREAM_HEADER_BYTES + (uint64_t)index * KVX_STREAM_SEGMENT_BYTES;
-    store(at, offset, 8);
-    store(at + 8, length, 8);
+    kvx_bytes_store(at, offset, 8);
+    kvx_bytes_store(at + 8, length, 8);
 }
 
 void kvx_frame_units_encode(uint8_t *bytes, const void *units, uint32_t count) {
@@ -101,9 +87,9 @@ void kvx_frame_units_encode(uint8_t *bytes, const void *units, uint32_t count) {
 static void mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter,
                       uint32_t sender_role, uint32_t kind) {
     uint8_t where[16];
-    store(where, counter, 8);
-    store(where + 8, sender_role, 4);
-    store(where + 12, kind, 4);
+    kvx_bytes_store(where, counter, 8);
+    kvx_bytes_store(where + 8, sender_role, 4);
+    kvx_bytes_store(where + 12, kind, 4);
     kvx_mac_init(state, key);
     kvx_mac_update(state, auth->nonces, sizeof auth->nonces);
     kvx_mac_update(state, where, sizeof where);
@@ -143,8 +129,8 @@ static void trailer_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_
 void kvx_trailer_encode(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                         int32_t status, uint32_t crc, uint8_t bytes[KVX_STREAM_TRAILER_BYTES]) {
     memset(bytes, 0, KVX_STREAM_TRAILER_BYTES);
-    store(bytes + TRAILER_AT_STATUS, (uint32_t)status, 4);
-    store(bytes + TRAILER_AT_CRC, crc, 4);
+    kvx_bytes_store(bytes + TRAILER_AT_STATUS, (uint32_t)status, 4);
+    kvx_bytes_store(bytes + TRAILER_AT_CRC, crc, 4);
     trailer_mac(auth, key, counter, sender_role, bytes, bytes + TRAILER_AT_MAC);
 }
 
@@ -155,8 +141,8 @@ bool kvx_trailer_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t 
     if (!kvx_mac_equal(mac, bytes + TRAILER_AT_MAC)) {
         return false;
     }
-    *status_p = (int32_t)(uint32_t)load(bytes + TRAILER_AT_STATUS, 4);
-    *crc_p = (uint32_t)load(bytes + TRAILER_AT_CRC, 4);
+    *status_p = (int32_t)(uint32_t)kvx_bytes_load(bytes + TRAILER_AT_STATUS, 4);
+    *crc_p = (uint32_t)kvx_bytes_load(bytes + TRAILER_AT_CRC, 4);
     return true;
 }
 
@@ -247,7 +233,7 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     const uint8_t *at = rx->buffer + rx->begin;
     uint32_t have = rx->end - rx->begin;
     uint8_t magic[4];
-    store(magic, KVX_STREAM_MAGIC, 4);
+    kvx_bytes_store(magic, KVX_STREAM_MAGIC, 4);
     /* scanners and other protocols are recognised at their first byte */
     if (memcmp(at, magic, have < 4 ? have : 4) != 0) {
         return fail(rx, KVX_E_NOT_KVXFER);
@@ -264,8 +250,8 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     hello->role = at[HELLO_AT_ROLE];
     hello->stream = at[HELLO_AT_STREAM];
     hello->streams = at[HELLO_AT_STREAMS];
-    hello->status = (int32_t)(uint32_t)load(at + HELLO_AT_STATUS, 4);
-    hello->frame_bytes = (uint32_t)load(at + HELLO_AT_FRAME_BYTES, 4);
+    hello->status = (int32_t)(uint32_t)kvx_bytes_load(at + HELLO_AT_STATUS, 4);
+    hello->frame_bytes = (uint32_t)kvx_bytes_load(at + HELLO_AT_FRAME_BYTES, 4);
     memcpy(hello->session, at + HELLO_AT_SESSION, sizeof hello->session);
     memcpy(hello->nonce, at + HELLO_AT_NONCE, KVX_NONCE_BYTES);
     memcpy(hello->engine_id, at + HELLO_AT_ENGINE, KVX_ID_BYTES);
@@ -273,7 +259,8 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
         return fail(rx, KVX_E_NOT_KVXFER);
     }
     if (hello->streams == 0 || hello->streams > KVX_STREAM_STREAMS_MAX || hello->stream >= hello->streams ||
-        hello->frame_bytes == 0 || load(at + HELLO_AT_ZERO, 3) != 0 || load(at + HELLO_AT_END, 4) != 0) {
+        hello->frame_bytes == 0 || kvx_bytes_load(at + HELLO_AT_ZERO, 3) != 0 ||
+        kvx_bytes_load(at + HELLO_AT_END, 4) != 0) {
         return fail(rx, KVX_E_INVALID);
     }
     rx->begin += KVX_STREAM_HELLO_BYTES;
@@ -283,17 +270,17 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
 
 static void decode(kvx_frame *frame, const uint8_t *at) {
     frame->type = at[AT_TYPE];
-    frame->flags = (uint16_t)load(at + AT_FLAGS, 2);
-    frame->segments = (uint32_t)load(at + AT_SEGMENTS, 4);
-    frame->status = (int32_t)(uint32_t)load(at + AT_STATUS, 4);
-    frame->op = load(at + AT_OP, 8);
-    frame->index = (uint32_t)load(at + AT_INDEX, 4);
-    frame->segment = (uint32_t)load(at + AT_SEGMENT, 4);
-    frame->grant = load(at + AT_GRANT, 8);
-    frame->generation = load(at + AT_GENERATION, 8);
-    frame->length = load(at + AT_LENGTH, 8);
-    frame->tag = load(at + AT_TAG, 8);
-    frame->value = load(at + AT_VALUE, 8);
+    frame->flags = (uint16_t)kvx_bytes_load(at + AT_FLAGS, 2);
+    frame->segments = (uint32_t)kvx_bytes_load(at + AT_SEGMENTS, 4);
+    frame->status = (int32_t)(uint32_t)kvx_bytes_load(at + AT_STATUS, 4);
+    frame->op = kvx_bytes_load(at + AT_OP, 8);
+    frame->index = (uint32_t)kvx_bytes_load(at + AT_INDEX, 4);
+    frame->segment = (uint32_t)kvx_bytes_load(at + AT_SEGMENT, 4);
+    frame->grant = kvx_bytes_load(at + AT_GRANT, 8);
+    frame->generation = kvx_bytes_load(at + AT_GENERATION, 8);
+    frame->length = kvx_bytes_load(at + AT_LENGTH, 8);
+    frame->tag = kvx_bytes_load(at + AT_TAG, 8);
+    frame->value = kvx_bytes_load(at + AT_VALUE, 8);
 }
 
 /* The same for a side link: no payloads; units where a place or a host is described. */
@@ -394,7 +381,7 @@ static kvx_rx_event next_head(kvx_stream_rx *rx) {
     if (have < KVX_STREAM_HEADER_BYTES) {
         return KVX_RX_MORE;
     }
-    if (load(at + AT_MAGIC, 4) != KVX_STREAM_MAGIC || at[AT_VERSION] != KVX_STREAM_VERSION) {
+    if (kvx_bytes_load(at + AT_MAGIC, 4) != KVX_STREAM_MAGIC || at[AT_VERSION] != KVX_STREAM_VERSION) {
         return fail(rx, KVX_E_INVALID);
     }
     decode(&rx->frame, at);
@@ -448,8 +435,8 @@ kvx_rx_event kvx_rx_next(kvx_stream_rx *rx) {
 
 void kvx_rx_segment(const kvx_stream_rx *rx, uint32_t index, uint64_t *offset_p, uint64_t *length_p) {
     const uint8_t *at = rx->head + KVX_STREAM_HEADER_BYTES + (uint64_t)index * KVX_STREAM_SEGMENT_BYTES;
-    *offset_p = load(at, 8);
-    *length_p = load(at + 8, 8);
+    *offset_p = kvx_bytes_load(at, 8);
+    *length_p = kvx_bytes_load(at + 8, 8);
 }
 
 const uint8_t *kvx_rx_units(const kvx_stream_rx *rx) {

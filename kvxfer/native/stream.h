@@ -92,6 +92,21 @@ typedef struct kvx_stream_auth {
     uint8_t nonces[2 * KVX_NONCE_BYTES]; /* dialler's, acceptor's */
 } kvx_stream_auth;
 
+/* Little-endian numbers of `width` bytes, wherever they stand. */
+static inline void kvx_bytes_store(uint8_t *bytes, uint64_t value, uint32_t width) {
+    for (uint32_t i = 0; i < width; i++) {
+        bytes[i] = (uint8_t)(value >> (8 * i));
+    }
+}
+
+static inline uint64_t kvx_bytes_load(const uint8_t *bytes, uint32_t width) {
+    uint64_t value = 0;
+    for (uint32_t i = 0; i < width; i++) {
+        value |= (uint64_t)bytes[i] << (8 * i);
+    }
+    return value;
+}
+
 void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYTES]);
 void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes);
 void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, uint64_t length);

@@ -134,20 +134,3 @@ class Load:
         with contextlib.suppress(KvxferError):
             await transfer
         return {"state": transfer.state}
-
-    async def announce(self, to: list[str], first: int, count: int) -> dict[str, Any]:
-        """Small messages for channels that nobody will ever listen on; outcomes."""
-        outcomes: Counter[str] = Counter()
-
-        async def some(numbers: range) -> None:
-            for number in numbers:
-                try:
-                    await self.client.send(to, f"nobody-{number}", b"x", timeout=20)
-                    outcomes["done"] += 1
-                except KvxferError as error:
-                    outcomes[error.code] += 1
-
-        step = -(-count // 32)
-        spans = [range(at, min(at + step, first + count)) for at in range(first, first + count, step)]
-        await asyncio.gather(*(some(span) for span in spans))
-        return {"outcomes": dict(outcomes)}
