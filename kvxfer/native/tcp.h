@@ -375,6 +375,7 @@ void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status,
 
 /* tcp_xfer.c: ops, requests and answers */
 int kvx_tcp_submit(void *transport, kvx_op *op);
+void kvx_tcp_send_waiting(tcp_conn *conn); /* from the owner thread: what waits for a place among the requests */
 bool kvx_tcp_xfer_next(tcp_conn *conn);   /* starts the next request; tx_lock is held */
 void kvx_tcp_xfer_answer(tcp_conn *conn); /* a frame arrived */
 void kvx_tcp_xfer_trailer(tcp_conn *conn);

@@ -82,22 +82,12 @@ static bool turn(tcp_conn *conn) {
     return keep;
 }
 
-/* Something waits for a place among the requests: its thread sends it. */
-static void kick_when_waiting(tcp_conn *conn) {
-    tcp_peer *peer = conn->peer;
-    pthread_mutex_lock(&peer->lock);
-    if (peer->run_first != NULL || conn->control_first != NULL) {
-        kvx_tcp_kick(conn);
-    }
-    pthread_mutex_unlock(&peer->lock);
-}
-
 void kvx_tcp_owner_turn(void *transport) {
     tcp_transport *tcp = transport;
     for (uint32_t i = tcp->owned_count; i > 0; i--) {
         tcp_conn *conn = tcp->owned[i - 1];
         if (turn(conn)) {
-            kick_when_waiting(conn);
+            kvx_tcp_send_waiting(conn); /* the note after a get, or what found no place among the requests */
         } else {
             give_back(tcp, i - 1);
         }
@@ -116,9 +106,9 @@ void kvx_tcp_owner_spin(tcp_conn *conn) {
     while (atomic_load(&conn->owned)) {
         kvx_tcp_owner_turn(tcp);
         pthread_mutex_lock(&conn->peer->lock);
-        bool answered = conn->request_count == 0;
+        bool done = conn->peer->xfers == NULL;
         pthread_mutex_unlock(&conn->peer->lock);
-        if (answered || kvx_tcp_now_us() >= until_us) {
+        if (done || kvx_tcp_now_us() >= until_us) {
             return;
         }
         sched_yield(); /* the other side may be waiting for this very core */

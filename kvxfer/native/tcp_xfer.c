@@ -122,6 +122,18 @@ static uint64_t load(const tcp_conn *conn) {
     return conn->request_bytes + conn->promised;
 }
 
+/* With peer->lock held: is the stream's sending half idle, and ours from now on? */
+static bool sending_half_take(tcp_conn *conn) {
+    if (conn->state != TCP_OPEN || pthread_mutex_trylock(&conn->tx_lock) != 0) {
+        return false;
+    }
+    if (conn->state == TCP_OPEN && !conn->tx.active && !conn->want_out && conn->control_first == NULL) {
+        return true;
+    }
+    pthread_mutex_unlock(&conn->tx_lock);
+    return false;
+}
+
 /* With peer->lock held: an idle stream whose sending half is ours now, or NULL. */
 static tcp_conn *stream_take(tcp_peer *peer) {
     tcp_conn *best = peer->conns[0];
@@ -130,14 +142,7 @@ static tcp_conn *stream_take(tcp_peer *peer) {
             best = peer->conns[i];
         }
     }
-    if (best->state != TCP_OPEN || pthread_mutex_trylock(&best->tx_lock) != 0) {
-        return NULL;
-    }
-    if (best->state == TCP_OPEN && !best->tx.active && !best->want_out && best->control_first == NULL) {
-        return best;
-    }
-    pthread_mutex_unlock(&best->tx_lock);
-    return NULL;
+    return sending_half_take(best) ? best : NULL;
 }
 
 /* With peer->lock held: wake as many streams as the op has frames, the idlest first. One whose window is full is left
@@ -158,6 +163,21 @@ static void wake_streams(tcp_peer *peer, const kvx_op *op) {
         best->woken_for = peer->next_op;
         best->promised += op->bytes / frames;
         kvx_tcp_kick(best);
+    }
+}
+
+void kvx_tcp_send_waiting(tcp_conn *conn) {
+    tcp_peer *peer = conn->peer;
+    pthread_mutex_lock(&peer->lock);
+    bool waiting = peer->run_first != NULL || conn->control_first != NULL;
+    bool ours = waiting && sending_half_take(conn);
+    pthread_mutex_unlock(&peer->lock);
+    if (ours) {
+        waiting = kvx_tcp_flush(conn, TCP_SMALL_BYTES_MAX) != TCP_FLUSH_IDLE || conn->watch_ms == 0;
+        pthread_mutex_unlock(&conn->tx_lock);
+    }
+    if (waiting) {
+        kvx_tcp_kick(conn);
     }
 }
 
