@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvxfer import numa
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
+from kvxfer.memory import numa
 from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.counters import Counters, parse_counters

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.errors import ShmTooSmall
 from kvxfer.testing.processes import daemon, python_process
 from kvxfer.testing.worker import WorkerFailed
-from tests import test_allocation
+from tests.memory import test_allocation
 from tests.cases.facts import limit
 from tests.cases.harness import BOTH, Cluster, until
 
