@@ -120,7 +120,7 @@ def test_both_versions_occur_and_meet() -> None:
 
 
 def test_what_is_asked_when_all_is_quiet_can_fail() -> None:
-    claim = SimpleNamespace(engine_id=b"e")
+    claim = SimpleNamespace(key=("p", 1))
     posting = SimpleNamespace(kind="offer", key="k", claims={1: claim})
     book = SimpleNamespace(_postings={1: posting})
     link = SimpleNamespace(peer=SimpleNamespace(incarnation="gone"), name="a link")
@@ -131,10 +131,10 @@ def test_what_is_asked_when_all_is_quiet_can_fail() -> None:
         pool=SimpleNamespace(links=[]),
     )
     daemon: Any = SimpleNamespace(ready=True, server=server, process=SimpleNamespace(name="d"))
-    client = SimpleNamespace(plane=SimpleNamespace(engine_id=b"e"))
-    worker: Any = SimpleNamespace(ready=True, client=client, process=SimpleNamespace(name="w"))
+
     world = World(1)
-    world.daemons, world.workers = {"d": daemon}, [worker]
+    world.daemons = {"d": daemon}
+    world.settled[("p", 1)] = "w"
     liveness.nobody_else(world)
     liveness.settled_claims(world)
     world.loop.close()

@@ -53,18 +53,20 @@ def nobody_else(world: World) -> None:
 
 
 def settled_claims(world: World) -> None:
-    """Who gave a claim up has told its owner, however often it had to: no claim of a living worker is left."""
-    clients = {worker.client.plane.engine_id: worker for worker in world.workers if worker.ready and worker.client}
+    """A worker that said how its claim ended has been heard, however often it had to be said.
+
+    A claim whose grant got lost on its way is another thing: nobody knows of it but its owner, and its lease ends it.
+    """
     for daemon in world.daemons.values():
         if not daemon.ready or daemon.server is None:
             continue
         book: Any = daemon.server.registry._book
         for posting in book._postings.values():
             for claim in posting.claims.values():
-                worker = clients.get(claim.engine_id)
-                if worker is not None:
-                    text = f"{daemon.process.name} was not told that {worker.process.name} is done with"
-                    world.oracle.wrong("not_settled", f"{text} {posting.kind} {posting.key}")
+                if claim.key in world.settled:
+                    who = world.settled[claim.key]
+                    text = f"{daemon.process.name} was not told that {who} is done with {posting.kind} {posting.key}"
+                    world.oracle.wrong("not_settled", text)
 
 
 async def everybody_is_reached(world: World) -> None:

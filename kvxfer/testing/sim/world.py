@@ -27,6 +27,7 @@ from kvxfer import link as link_module
 from kvxfer import server as server_module
 from kvxfer.client import Client
 from kvxfer.config import Config
+from kvxfer.control import Control
 from kvxfer.dataplane import DataPlane
 from kvxfer.errors import KvxferError
 from kvxfer.link import Link
@@ -42,6 +43,7 @@ from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
 from kvxfer.testing.sim.versions import Versions
 from kvxfer.transfer import Transfer
+from kvxfer.wire.messages import Settle
 
 LAST_EVENTS = 60
 CLOCKS_S = (-900.0, 100_000.0)  # by which the clocks of hosts differ from the world's
@@ -174,6 +176,7 @@ class World:
         self.former: list[Daemon] = []  # earlier runs of daemons
         self.workers: list[Worker] = []
         self.options = options
+        self.settled: dict[tuple[str, int], str] = {}  # claims that a worker said are over, and which one
         self.versions = Versions(self)
         self.lease_s = Random(f"lease {seed}").choice(LEASES_S)
         self._clocks = Random(f"clocks {seed}")
@@ -310,6 +313,7 @@ class World:
                 *self.versions.replacements(),
                 (DataPlane, "_submit", _for_its_flow(DataPlane._submit)),
                 (Transfer, "_decide", self._watched(Transfer._decide)),
+                (Control, "_send", self._heard(Control._send)),
                 # What sits in sets has the same place in them in every run.
                 (Link, "__hash__", link_hash),
                 (Transfer, "__hash__", lambda transfer: transfer.op_id),
@@ -331,6 +335,16 @@ class World:
             decide(transfer, state, error)
 
         return decided
+
+    def _heard(self, send: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        """What workers say about their claims."""
+
+        def heard(control: Any, message: Any) -> None:
+            if isinstance(message, Settle) and message.node:
+                self.settled[message.posting, message.claim] = current().name
+            send(control, message)
+
+        return heard
 
     def _shown(self, deliver: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Each message that is handled, as a line of the trace."""
