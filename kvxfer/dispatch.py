@@ -39,6 +39,8 @@ class Forwarding(Protocol):
 
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None: ...
     def settle(self, action: act.SettleElsewhere) -> None: ...
+    def give_up(self, link: Link, request: int) -> bool: ...
+    def forget(self, link: Link) -> None: ...
 
 
 class Landings(Protocol):
@@ -99,6 +101,7 @@ class Dispatcher:
 
     def _remove(self, link: Link) -> None:
         self.links.discard(link)
+        self.forwarding.forget(link)
         self.run(self.registry.remove(self._clock(), link))
 
     # -- messages --------------------------------------------------------------------------------------------
@@ -160,6 +163,10 @@ class Dispatcher:
                 incarnation=message.incarnation,
             )
         )
+
+    def _on_give_up(self, link: Link, message: m.GiveUp) -> None:
+        if not self.forwarding.give_up(link, message.request):
+            self.run(self.registry.give_up(self._clock(), link, request=message.request))
 
     def _on_settle(self, link: Link, message: m.Settle) -> None:
         node = message.node if self._is_elsewhere(link, message.node) else ()
@@ -311,6 +318,10 @@ class Dispatcher:
         self.run(self.registry.drain(self._clock()))
         return self._idle
 
+    def cut_off(self) -> None:
+        """The time to drain is over."""
+        self.run(self.registry.cut_off(self._clock()))
+
     def close(self) -> None:
         """Stop the clock."""
         if self._timer is not None:
@@ -338,6 +349,10 @@ class Dispatcher:
         """A peer that live claims depend on is watched closely."""
         if link.peer.role == "peer" and not link.closed.done():
             link.set_urgent(self.registry.live_claims(link) > 0)
+
+    def link_from(self, node_id: str) -> Link | None:
+        """A usable link to a node, whoever made it."""
+        return next((link for link in self.links if link.peer.node_id == node_id and link.usable), None)
 
     def follow_node(self, node_id: str) -> None:
         """The same for every link to a node, after a claim there began or ended."""
@@ -400,6 +415,7 @@ _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
     m.Renew: Dispatcher._on_renew,
     m.Withdraw: Dispatcher._on_withdraw,
     m.Claim: Dispatcher._on_claim,
+    m.GiveUp: Dispatcher._on_give_up,
     m.Settle: Dispatcher._on_settle,
     m.PostingEvent: Dispatcher._on_event,
     m.Land: Dispatcher._on_land,

@@ -31,6 +31,7 @@ from kvxfer.errors import (
     PeerLost,
     PeerUnreachable,
     ProtocolError,
+    TransferTimeout,
 )
 from kvxfer.listeners import peer_credentials
 from kvxfer.requests import REPLIES, Requests
@@ -113,7 +114,7 @@ class Link(asyncio.Protocol):
         self._waits_for_turn = False
         self._lost = False
         self._lost_by: Exception | None = None
-        self._requests = Requests(config.requests_max)
+        self._requests = Requests(config.requests_max, self._came_late)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
         self._on_ready = on_ready
@@ -241,7 +242,19 @@ class Link(asyncio.Protocol):
         `PeerBackpressure` or `UsageError` when nothing was sent. Cancelling leaves no state.
         """
         number = self._send_request(message)
-        return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+        try:
+            return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+        except (asyncio.CancelledError, TransferTimeout):
+            if isinstance(message, m.Claim):
+                self._give_up(number)
+            raise
+
+    def _give_up(self, number: int) -> None:
+        """A claim that goes on waiting would take the place of somebody who still wants it."""
+        try:
+            self.send(m.GiveUp(request=number))
+        except KvxferError as failure:
+            log.debug("%s: a claim could not be given up: %s", self.name, failure)
 
     def notify(self, message: Message) -> None:
         """Send a request whose reply nobody waits for. Raises like `send`, and `TooManyPending`."""
@@ -273,9 +286,12 @@ class Link(asyncio.Protocol):
 
     def _reply(self, message: Message) -> None:
         if not self._requests.take(message, self.name):
-            self.late_replies += 1
-            if self.on_late is not None:
-                self.on_late(self, message)
+            self._came_late(message)
+
+    def _came_late(self, message: Message) -> None:
+        self.late_replies += 1
+        if self.on_late is not None:
+            self.on_late(self, message)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp 
 WORKERS_CEILING = 4096  # of the option workers_max
 LINKS_SHARE = 0.25  # of this process's descriptors, for each of peers and workers; memory and data need the others
 WORKER_DEAD_S_MAX = 60.0
+CUT_OFF_S = 0.5  # other nodes may take so long to hear of claims that were cut off
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
 
 log = logging.getLogger("kvxfer.server")
@@ -135,7 +136,8 @@ class Server:
     async def drain(self) -> bool:
         """Take nothing new, withdraw what nobody claimed, and wait up to `drain_s` for live claims to end.
 
-        Returns whether all ended. Close the server afterwards.
+        What has not ended by then ends as cancelled (``by="draining"``) on both sides. Returns whether all ended by
+        themselves. Close the server afterwards.
         """
         self.ready, self.draining = False, True
         idle = self.dispatcher.drain()
@@ -143,7 +145,10 @@ class Server:
             async with asyncio.timeout(self.config.drain_s):
                 await idle.wait()
         except TimeoutError:
-            log.warning("drain_s is over with %d claims live", self.registry.counts().claims)
+            counts = self.registry.counts()
+            log.warning("drain_s is over, %d claims are cancelled", counts.claims + counts.routes)
+            self.dispatcher.cut_off()
+            await self.forwarder.wait_settled(CUT_OFF_S)
             return False
         return True
 
@@ -229,7 +234,8 @@ class Server:
         self._cleanup.push_async_callback(self._close_pool)
         self._linked.append(self.pool)
         self.allowed = Allowed(config)
-        self.dispatcher.forwarding = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock)
+        self.forwarder = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock, self._rng)
+        self.dispatcher.forwarding = self.forwarder
         self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
         self.dispatcher.landings = self.landings
 
@@ -364,6 +370,7 @@ class Server:
     def _peer_ready(self, link: Link) -> None:
         self._watch(link, link.peer.role)
         self.pool.heard_from(link.peer.node_id)
+        self.forwarder.unsettled.heard_from(link.peer.node_id)
         self.dispatcher.add(link)
 
     def _worker_ready(self, link: Link) -> None:
@@ -441,6 +448,7 @@ class Server:
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),
             "breakers": self.pool.states(),
+            "unsettled": len(self.forwarder.unsettled),
             "landing_used_bytes": self.landings.used_bytes,
         }
         packed: bytes = msgpack.packb(status)
