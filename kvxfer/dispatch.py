@@ -24,6 +24,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.link import Link
+from kvxfer.queues import Queues
 from kvxfer.registry import Registry
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -71,6 +72,7 @@ class Dispatcher:
         self._due = 0.0
         self._idle: asyncio.Event | None = None
         self.registry = registry
+        self.queues = Queues(config.link_queues_bytes_max)
         self.forwarding: Forwarding
         self.landings: Landings
         self.own_addresses: frozenset[str] = frozenset()
@@ -220,8 +222,10 @@ class Dispatcher:
 
     def _is_slow(self, action: act.Deliver) -> bool:
         """Half of the queue stays free for what must not be refused."""
-        limit = self._config.link_queue_bytes_max // 2
-        return isinstance(action.link, Link) and action.link.queued_bytes + len(action.data) > limit
+        limit, size = self._config.link_queue_bytes_max // 2, len(action.data)
+        if not isinstance(action.link, Link):
+            return False
+        return action.link.queued_bytes + size > limit or self.queues.full(size, share=0.5)
 
     def _on_listen(self, link: Link, message: m.Listen) -> None:
         self.run(self.registry.listen(self._clock(), link, message.rid, channel=message.channel))
@@ -332,18 +336,27 @@ class Dispatcher:
         return counts.claims + counts.routes > 0
 
     def _send(self, link: Link, message: Message) -> None:
-        if link.closed.done():
-            return
         try:
-            link.send(message)
-        except PeerBackpressure as full:
-            # Dropping one message would leave the other side waiting for ever; losing the link tells it.
-            self.backpressured += 1
-            log.warning("%s: %s", link.name, full)
-            link.abort("it does not read what it is sent")
+            while not link.closed.done() and not self._sent(link, message):
+                pass  # each time another link has been dropped
         except KvxferError as error:
             log.error("cannot send %s to %s: %s", type(message).__name__, link.name, error)
             link.abort("a message could not be sent")
+
+    def _sent(self, link: Link, message: Message) -> bool:
+        """False when there is no room. Dropping one message would leave the other side waiting for ever; losing a link
+        tells it: this one, or when all together are too full, the one that reads least.
+        """
+        try:
+            link.send(message)
+        except PeerBackpressure as full:
+            longest = self.queues.longest() if full.fields.get("all_links") else link
+            slow = longest if isinstance(longest, Link) else link
+            self.backpressured += 1
+            log.warning("%s: %s", slow.name, full)
+            slow.abort("it does not read what it is sent")
+            return False
+        return True
 
     def _follow(self, link: Link) -> None:
         """A peer that live claims depend on is watched closely."""

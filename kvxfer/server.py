@@ -108,6 +108,7 @@ class Server:
         self.draining = False
         self.waits_for_peers = False  # until every peer of `preconnect` was reached once
         self._sweeping = False
+        self._lapsed: dict[Link, float] = {}  # links that what they were proved with no longer counts for, since when
         self._linked: list[Acceptor | Pool] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -243,7 +244,8 @@ class Server:
         config = self.config
         # Nobody learns a node's workers; they are told who we are, peers as well.
         facts = self._facts()
-        common: dict[str, Any] = {"on_message": self.dispatcher.on_message, "on_late": settle_late}
+        about = self.dispatcher
+        common: dict[str, Any] = {"on_message": about.on_message, "on_late": settle_late, "queues": about.queues}
         self.workers = Acceptor(
             config,
             facts,
@@ -336,6 +338,7 @@ class Server:
             expected_node_id=node_id,
             on_message=self.dispatcher.on_message,
             on_late=settle_late,
+            queues=self.dispatcher.queues,
         )
         self._watch(link, "peer")
         self.dispatcher.add(link)
@@ -352,13 +355,30 @@ class Server:
         )
 
     def reload_credentials(self) -> None:
-        """Read the files of secret and certificate again now, for connections made from here on."""
+        """Read the files of secret and certificate again now.
+
+        Connections that were proved by what is no longer accepted are closed after `reload_grace_s`.
+        """
         self.credentials.reload()
+        self._look_at_links()
 
     def _poll_credentials(self) -> None:
         if self.credentials.watches:
             self.credentials.poll()
+            self._look_at_links()
             self._poll_timer = asyncio.get_running_loop().call_later(self.config.reload_s, self._poll_credentials)
+
+    def _look_at_links(self) -> None:
+        """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
+        now, lapsed = self._clock(), {}
+        for link in (*self.peers.links, *self.pool.links):
+            if not self.credentials.accepts(link.proved_with, link.authorities):
+                lapsed[link] = self._lapsed.get(link, now)
+        self._lapsed = lapsed
+        for link, since in lapsed.items():
+            if now - since >= self.config.reload_grace_s:
+                log.warning("%s: what it has proved itself with is no longer accepted", link.name)
+                link.start_close("what it was proved with is no longer accepted")
 
     def _stop_polling(self) -> None:
         if self._poll_timer is not None:

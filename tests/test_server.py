@@ -326,6 +326,26 @@ async def test_claim_granted_after_its_deadline_is_given_back() -> None:
         assert link.late_replies == 1
 
 
+async def test_the_queues_of_all_links_are_bounded_together() -> None:
+    """Far below the bound of each one; those who read least go, and nobody else is refused anything."""
+    mib = 1 << 20
+    async with node(link_queues_bytes_max=mib, http="127.0.0.1:0") as here, worker(here) as good:
+        async with AsyncExitStack() as stack:
+            silent = [await stack.enter_async_context(worker(here)) for _ in range(4)]
+            for one in silent:
+                one.link._transport.pause_reading()  # type: ignore[union-attr]
+            for number in range(40):
+                for one in silent:
+                    if not one.link.closed.done():
+                        one.link.notify(m.Echo(data=bytes(32 << 10)))
+                assert (await good.ask(m.Echo(data=b"x" * 1000))).data == b"x" * 1000, number
+                assert here.dispatcher.queues.total <= mib
+            assert here.dispatcher.backpressured >= 1
+            await until(lambda: any(one.link.closed.done() for one in silent))
+            assert "kvxfer_link_queued_bytes" in here._scrape().body.decode()
+        await until(lambda: here.dispatcher.queues.total == 0)
+
+
 async def test_preconnect_stays_connected() -> None:
     async with node() as here:
         async with node() as there:

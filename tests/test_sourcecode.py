@@ -26,13 +26,14 @@ LAYERS = (
         name="limits",
         modules=(
             *("addresses", "options", "config_sources", "config", "paths", "identity", "numa", "tls", "credentials"),
+            "forks",
         ),
     ),
     Layer(
         name="pure",
         modules=(
             *("geometry", "planner", "admission", "spans", "timeline", "early", "wire", "wire.*"),
-            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow"),
+            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow", "queues"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
         ),
@@ -43,7 +44,7 @@ LAYERS = (
         name="asyncio",
         modules=(
             *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
-            *("secure", "stall"),
+            *("secure", "stall", "settling"),
             *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",
