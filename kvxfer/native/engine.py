@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvxfer import numa
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
+from kvxfer.memory import numa
 from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.counters import Counters, parse_counters
@@ -74,6 +74,13 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
+
+
+def forks() -> int:
+    """How many forks lie between this process and the first that loaded the engine; asking for the pid costs a
+    system call.
+    """
+    return _forks
 
 
 # A kvx_event in the order of `Event`: reading them by name costs three times as much, and there is one per transfer.
