@@ -158,7 +158,7 @@ async def test_claim_that_waits_elsewhere_is_given_up_with_its_worker(how: str) 
                 await stack.aclose()
             await asyncio.wait([asked])
             await until(lambda: there.registry.counts().waiting == 0)
-            assert here.dispatcher.forwarding.running == 0  # type: ignore[attr-defined]
+            await until(lambda: here.forwarder.running == 0)
             await owner.ask(m.Post(kind="offer", key="request", lease_s=30.0, claims_max=1))
             claimed = await other.ask(m.Claim(kind="offer", key="request", node=there.addresses))
             assert claimed.claim == 1
