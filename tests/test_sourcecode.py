@@ -90,7 +90,9 @@ LAYERS = (
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
     Layer(name="testing", modules=("testing", "testing.*")),
 )
-SHIM_IMPORTERS = {f"kvxfer.native.{name}" for name in ("engine", "notes", "status", "ascend")}
+SHIM_IMPORTERS = {
+    f"kvxfer.native.{name}" for name in ("life", "memory", "connections", "notes", "engine", "status", "ascend")
+}
 # Who may start a task outside a TaskGroup. Besides the one owner: calls whose work is shielded, so that it outlives a
 # cancelled caller, ends by its own deadline and is then cleaned up by a callback.
 TASK_OWNERS = {
