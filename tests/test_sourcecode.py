@@ -55,7 +55,7 @@ LAYERS = (
         name="memory and transfers",
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            *(f"dataplane.{name}" for name in ("choice", "idle", "owned", "plane", "reach", "stall")),
             "dataplane.transfer",
         ),
     ),
