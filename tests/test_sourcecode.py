@@ -53,6 +53,7 @@ LAYERS = (
                 "choice",
                 "idle",
                 "reach",
+                "offered",
                 "dataplane",
                 "control",
                 "exchange",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer import numa
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
-from kvxfer.native import regions
+from kvxfer.native import described, regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.counters import Counters, parse_counters
 from kvxfer.native.facts import (
@@ -81,6 +81,12 @@ EVENT = struct.Struct("=IiQQQQQii")
 assert EVENT.size == ffi.sizeof("kvx_event")
 
 
+def encryption_missing() -> str:
+    """Why tcp could not encrypt on this machine; empty when it could."""
+    why = ffi.new("char[512]")
+    return "" if lib.kvx_encryption_probe(why, 512) == 0 else ffi.string(why).decode("utf-8", "replace")
+
+
 class Engine(Notes):
     """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
 
@@ -133,8 +139,8 @@ class Engine(Notes):
                 raise ConfigError(text, status=status)
             raise TransportUnavailable(text, status=status, transport=",".join(config.transports))
         self._engine = engine_p[0]
-        self.transports = tuple(self._transports())
-        self.unavailable = dict(self._unavailable())  # of those asked for with "?": name -> why
+        self.transports = described.transports(ffi, lib, self._engine)
+        self.unavailable = described.unavailable(ffi, lib, self._engine)  # of those asked for with "?": name -> why
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -190,33 +196,6 @@ class Engine(Notes):
         if threading.get_ident() != self._thread:
             raise WrongThread("this engine belongs to another thread", hint="call it on its event loop's thread")
         return self._engine
-
-    def _transports(self) -> list[TransportInfo]:
-        found: list[TransportInfo] = []
-        info = ffi.new("kvx_transport_info *")
-        while lib.kvx_transport_query(self._engine, len(found), info) == 0:
-            found.append(
-                TransportInfo(
-                    index=len(found),
-                    name=ffi.string(info.name).decode(),
-                    endpoint=ffi.string(info.endpoint).decode(),
-                    caps=info.caps,
-                    rank=info.rank,
-                    alignment=info.alignment,
-                    region_bytes_max=info.region_bytes_max,
-                    copies_per_byte=info.copies_x100 / 100,
-                    memory=info.memory,
-                    local_memory=info.local_memory,
-                )
-            )
-        return found
-
-    def _unavailable(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
-        name, why = ffi.new("char[32]"), ffi.new("char[512]")
-        while lib.kvx_transport_unavailable(self._engine, len(found), name, why) == 0:
-            found.append((ffi.string(name).decode(), ffi.string(why).decode("utf-8", "replace")))
-        return found
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -433,10 +412,14 @@ class Engine(Notes):
 
     # -- peers --------------------------------------------------------------------------------------------
 
-    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
-        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`."""
+    def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
+        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`.
+
+        ``secret``: what goes with the endpoint of an engine that encrypts, see `TransportInfo.secret`.
+        """
         engine = self._require_loop()
-        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), self._id_p, self._token_p)
+        told = ffi.NULL if secret is None else ffi.new("uint8_t[32]", secret)
+        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), told, self._id_p, self._token_p)
         if status != 0:
             raise error_for(status, what="connect", endpoint=endpoint)
         return self._id_p[0], self._future(self._token_p[0])

@@ -4,8 +4,9 @@ A transport joins the suite by its name in `TRANSPORTS`; nothing else is written
 `conformance_moving.py`, `conformance_refusing.py` and `conformance_ending.py`, and run from `test_conformance.py`.
 `loop` reaches its own engine only, so there both sides are one.
 
-"hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go.
-Those need (simulated) cards and a process of their own: `hixl_suite.py`.
+"tcp@encrypted" is tcp with `tcp_encryption` on both sides. "hixl:hbm-pinned:network" also says what memory the owner
+and the initiator have, and which way the bytes are to go. Those need (simulated) cards and a process of their own:
+`hixl_suite.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import pytest_asyncio
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
 from tests.native.device_bytes import DeviceBytes
 
-TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
+TRANSPORTS = ("loop", "shm", "tcp", "tcp@encrypted", "fault+loop", "fault+shm", "fault+tcp")
 if "KVXFER_CONFORMANCE" in os.environ:
     TRANSPORTS = tuple(os.environ["KVXFER_CONFORMANCE"].split(","))
 LIMIT_S = 10.0
@@ -134,6 +135,7 @@ class Pair:
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
         transport, _, rest = name.partition(":")
+        transport, _, self.variant = transport.partition("@")
         kinds, _, way = rest.partition(":")
         owner, _, initiator = (kinds or "dram-dram").partition("-")
         self.kinds = MemoryKind[owner.upper()], MemoryKind[initiator.upper()]
@@ -156,6 +158,8 @@ class Pair:
         device = None if kind == MemoryKind.DRAM else which
         if self.way:
             changes["device_ipc"] = self.way == "copy"
+        if self.variant == "encrypted":
+            changes = {"tcp_encryption": "on"} | changes
         made = Side(self.directory, (self.transport,), kind, device, **changes)
         self._sides.append(made)
         return made
@@ -182,7 +186,7 @@ class Pair:
         return self.owner.engine.transports[self.index]
 
     async def connect(self) -> int:
-        peer, done = self.initiator.engine.connect(self.index, self.info.endpoint)
+        peer, done = self.initiator.engine.connect(self.index, self.info.endpoint, self.info.secret)
         event = await within(done)
         assert (event.kind, event.status, event.id) == (EventKind.CONNECT, 0, peer)
         return peer
