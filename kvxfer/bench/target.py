@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from kvxfer.bench.work import Layout, checksum, fill
-from kvxfer.client import local
 from kvxfer.errors import UsageError
 from kvxfer.native.engine import Event, EventKind
+from kvxfer.worker.client import local
 
 POOL_NAME, USER_NAME = "bench.pool", "bench.user"
 LEASE_S = 3600.0
@@ -110,4 +111,4 @@ async def serve(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(json.loads(sys.argv[1])))
+    uvloop.run(serve(json.loads(sys.argv[1])))
