@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import cffi
@@ -143,16 +142,15 @@ class SealedReader:
 
 
 class SealedWriter:
-    """The same of a stream writer. ``cut``: how many bytes each record takes; ``spoil``: what becomes of each record."""
+    """The same of a stream writer. ``cut``: text bytes of each record."""
 
     def __init__(self, writer: asyncio.StreamWriter, way: Way) -> None:
         self.writer, self.way = writer, way
         self.cut = TEXT_MAX
-        self.spoil: Callable[[bytes], bytes] = lambda record: record
 
     def write(self, data: bytes) -> None:
         for start in range(0, len(data), self.cut):
-            self.writer.write(self.spoil(self.way.seal(data[start : start + self.cut])))
+            self.writer.write(self.way.seal(data[start : start + self.cut]))
 
     def write_eof(self) -> None:
         self.writer.write_eof()
@@ -167,18 +165,14 @@ class SealedSpeaker(Speaker):
     reader: Any
     writer: Any
 
-    async def greet_sealed(
-        self, secret: bytes, *, share: bytes | None = None, theirs: bytes | None = None, confirm: bool = True
-    ) -> int:
+    async def greet_sealed(self, secret: bytes, *, theirs: bytes | None = None, confirm: bool = True) -> int:
         """Hellos and the two empty records; the acceptor's status. ``theirs``: a hello that was read already."""
         private = os.urandom(32)
-        mine = kvxd.hello(self.role, self.nonce, version=VERSION) + (share or public(private))
+        mine = kvxd.hello(self.role, self.nonce, version=VERSION) + public(private)
         raw = self.raw = self.writer
+        raw.write(mine)
         if theirs is None:
-            raw.write(mine)
             theirs = await self.exactly(HELLO_BYTES)
-        else:
-            raw.write(mine)
         assert theirs[:5] == b"KVXD\x02"
         dialler = self.role == DIALLER
         greeting = mine + theirs if dialler else theirs + mine
