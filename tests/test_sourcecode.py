@@ -64,7 +64,14 @@ LAYERS = (
         name="memory and transfers",
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            *(
+                "dataplane.choice",
+                "dataplane.idle",
+                "dataplane.offered",
+                "dataplane.plane",
+                "dataplane.reach",
+                "dataplane.stall",
+            ),
             "dataplane.transfer",
         ),
     ),
