@@ -6,19 +6,17 @@ A grant that nobody watches yet keeps its notices for a while (`early.py`), sinc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.addresses import format_address, parse_address
 from kvxfer.dataplane.early import EarlyNotices, Unexpected
+from kvxfer.dataplane.offered import endpoints_of, secrets_of
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.native.engine import Engine, Event, EventKind, RegionInfo, TransportInfo
+from kvxfer.native.engine import Engine, Event, EventKind, RegionInfo
 from kvxfer.native.facts import MemoryKind
 
 if TYPE_CHECKING:
     from kvxfer.memory.region import Region
-
-WILDCARDS = ("0.0.0.0", "::")
 
 
 class OwnMemory:
@@ -32,7 +30,8 @@ class OwnMemory:
         self.node_id = node_id
         self.incarnation = incarnation
         self.kinds: dict[int, MemoryKind] = {}  # of the regions
-        self._endpoints = _advertised(engine.transports, advertise)
+        self._endpoints = endpoints_of(engine.transports, advertise)
+        self._secrets = secrets_of(engine.transports)
         self._grant_watchers: dict[int, Callable[[Event], None]] = {}
         self._regions: dict[int, set[Region]] = {}
         self._leaving: set[Region] = set()
@@ -60,6 +59,7 @@ class OwnMemory:
                 pinned=region.kind is MemoryKind.PINNED,
                 expires_in_s=expires_in_s,
                 endpoints=self._endpoints,
+                secrets=self._secrets,
             )
         except BaseException:
             self.engine.revoke(grant.id)
@@ -68,7 +68,7 @@ class OwnMemory:
     def identify(self, *, node_id: str, incarnation: str, advertise: Sequence[str]) -> None:
         """The node's daemon has another identity now: descriptors made from now on carry it."""
         self.node_id, self.incarnation = node_id, incarnation
-        self._endpoints = _advertised(self.engine.transports, advertise)
+        self._endpoints = endpoints_of(self.engine.transports, advertise)
 
     def hold(self, region: Region) -> None:
         """A region exists; it is kept until its release is quiet."""
@@ -138,19 +138,3 @@ class OwnMemory:
             region.plane_closed()
         self._regions.clear()
         self.kinds.clear()
-
-
-def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """What peers are told: each listening transport's endpoint, wildcards replaced by the advertised hosts."""
-    endpoints: dict[str, tuple[str, ...]] = {}
-    for info in transports:
-        if not info.endpoint:
-            continue
-        candidates: tuple[str, ...] = (info.endpoint,)
-        if not info.same_host:
-            bound = parse_address(info.endpoint)
-            hosts = tuple(advertise) if bound.host in WILDCARDS or advertise else (bound.host,)
-            candidates = tuple(format_address(host, bound.port) for host in hosts)
-        if candidates:
-            endpoints[info.name] = candidates
-    return endpoints
