@@ -28,6 +28,7 @@ from kvxfer.errors import (
     TransportError,
     UsageError,
 )
+from kvxfer.mapped import map_host
 from kvxfer.native.engine import MemoryKind
 from kvxfer.testing.nodes import make_cache, read_tokens, scattered, small_geometry
 from tests.native.simulated import ROOT, simulated
@@ -364,7 +365,7 @@ async def test_memory_of_a_device_is_not_mapped() -> None:
     async with kvxfer.local(**SMALL) as client:
         region = await client.alloc(MIB, memory="hbm", device=0)
         with pytest.raises(TransportError, match="cannot be mapped"):
-            await client.plane.map(region.descriptor("r"))
+            await map_host(client.plane, region.descriptor("r"))
 
 
 @simulated()

@@ -44,7 +44,7 @@ LAYERS = (
         modules=(
             *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
             *("secure", "stall"),
-            *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
+            *("forward", "dispatch", "landing_memory", "landing", "metrics", "gauges", "leftovers", "server"),
             *(
                 "memory",
                 "allocation",
@@ -54,6 +54,7 @@ LAYERS = (
                 "idle",
                 "reach",
                 "dataplane",
+                "mapped",
                 "control",
                 "exchange",
                 "offer",

@@ -585,7 +585,7 @@ static void (*_cffi_call_python_org)(struct _cffi_externpy_s *, char *);
 /************************************************************/
 
 static void *_cffi_types[] = {
-/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 75), // _Bool()(uint32_t)
+/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 81), // _Bool()(uint32_t)
 /*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 14), // char const *()(int)
@@ -597,393 +597,400 @@ static void *_cffi_types[] = {
 /*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 13), // int32_t *
 /* 10 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // uint32_t *
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, int32_t, uint32_t *)
 /* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char const *
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_ascend_option const *
-/* 16 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 17 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // void * *
-/* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char *
-/* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
-/* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
-/* 23 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 25 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 26 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 27 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, void * *, uint32_t *)
-/* 28 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 29 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 30 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 341), // char const *
+/* 15 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 16 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 17 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 18 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 19 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 20 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 21 */ _CFFI_OP(_CFFI_OP_POINTER, 382), // kvx_ascend_option const *
+/* 22 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 23 */ _CFFI_OP(_CFFI_OP_POINTER, 60), // void * *
+/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 341), // char *
+/* 26 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 27 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 28 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
+/* 29 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 30 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 31 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 32 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t *, uint32_t *)
+/* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, void * *, uint32_t *)
 /* 34 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 37 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t, int32_t *, uint32_t *)
-/* 39 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 23),
+/* 37 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 39 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t *, uint32_t *)
 /* 40 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 41 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
 /* 42 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 43 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t, int32_t *, uint32_t *)
 /* 45 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 46 */ _CFFI_OP(_CFFI_OP_ENUM, 0), // kvx_ascend_where
-/* 47 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
-/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void *
+/* 46 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 47 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 49 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 51 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 52 */ _CFFI_OP(_CFFI_OP_ENUM, 0), // kvx_ascend_where
+/* 53 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
+/* 54 */ _CFFI_OP(_CFFI_OP_NOOP, 23),
 /* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
+/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 58 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 60 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 63 */ _CFFI_OP(_CFFI_OP_POINTER, 47), // uint64_t *
-/* 64 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 52),
+/* 60 */ _CFFI_OP(_CFFI_OP_POINTER, 405), // void *
+/* 61 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 62 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 63 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
+/* 64 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void * *, uint32_t *)
+/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint64_t *, uint64_t *, uint32_t *)
 /* 68 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 69 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 71 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, _Bool, uint32_t *)
-/* 73 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 74 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 75 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1), // _Bool
+/* 69 */ _CFFI_OP(_CFFI_OP_POINTER, 53), // uint64_t *
+/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 71 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 73 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void * *, uint32_t *)
+/* 74 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 75 */ _CFFI_OP(_CFFI_OP_NOOP, 23),
 /* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, _Bool, uint32_t *)
 /* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 372), // kvx_ascend_copy const *
-/* 82 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint32_t *)
-/* 86 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 88 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 91 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 92 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 93 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 96 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 97 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void const *
-/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
-/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine *
-/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 378), // kvx_device_info *
-/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_mem_why *
+/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 81 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1), // _Bool
+/* 82 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 83 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 85 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 86 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 87 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_ascend_copy const *
+/* 88 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 89 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 91 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint32_t *)
+/* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 94 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 95 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 96 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 97 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 98 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 100 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 101 */ _CFFI_OP(_CFFI_OP_NOOP, 25),
+/* 102 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 103 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 105 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 106 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 107 */ _CFFI_OP(_CFFI_OP_POINTER, 405), // void const *
+/* 108 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 109 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
-/* 112 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 369), // kvx_alloc_args const *
-/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_region_info *
-/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
+/* 112 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_engine *
+/* 113 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_device_info *
+/* 115 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_mem_why *
 /* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
-/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_register_args const *
-/* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 114),
-/* 121 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
+/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
+/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 376), // kvx_alloc_args const *
+/* 120 */ _CFFI_OP(_CFFI_OP_POINTER, 392), // kvx_region_info *
+/* 121 */ _CFFI_OP(_CFFI_OP_NOOP, 115),
 /* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 123 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_submit_args const *
-/* 126 */ _CFFI_OP(_CFFI_OP_POINTER, 388), // kvx_segment const *
-/* 127 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 128 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
-/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_event *
-/* 130 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
-/* 132 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 133 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 135 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
+/* 123 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
+/* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_register_args const *
+/* 126 */ _CFFI_OP(_CFFI_OP_NOOP, 120),
+/* 127 */ _CFFI_OP(_CFFI_OP_NOOP, 115),
+/* 128 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 129 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 131 */ _CFFI_OP(_CFFI_OP_POINTER, 397), // kvx_submit_args const *
+/* 132 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // kvx_segment const *
+/* 133 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 134 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 388), // kvx_event *
 /* 136 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
-/* 138 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
+/* 138 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
 /* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 140 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 141 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 143 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 144 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 147 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_transport_info *
-/* 148 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 149 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
-/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 151 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 140 */ _CFFI_OP(_CFFI_OP_NOOP, 25),
+/* 141 */ _CFFI_OP(_CFFI_OP_NOOP, 25),
+/* 142 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 143 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
+/* 144 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 145 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 146 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 147 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 148 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 149 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 150 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 151 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
 /* 152 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
-/* 155 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
-/* 160 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 162 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 164 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 165 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 166 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_import_info *
-/* 167 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 169 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 170 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 171 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_remote const *
-/* 172 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 173 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 176 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 177 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 178 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
-/* 181 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 182 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 153 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_transport_info *
+/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 155 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
+/* 156 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 158 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 160 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
+/* 161 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 162 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 163 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 165 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 166 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 167 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
+/* 170 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 171 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 172 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_import_info *
+/* 173 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 175 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 176 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 177 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_remote const *
+/* 178 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 179 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 181 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 182 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 184 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
 /* 188 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 189 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 190 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 192 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 193 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 189 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 190 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 192 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 193 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
 /* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 196 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 197 */ _CFFI_OP(_CFFI_OP_POINTER, 382), // kvx_grant_info *
-/* 198 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 199 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
-/* 200 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 195 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 196 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 199 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 200 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 201 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 204 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 206 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 207 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 208 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 209 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine const *
-/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 212 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_engine_config const *
-/* 213 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
-/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 215 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 203 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_grant_info *
+/* 204 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 205 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
+/* 206 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 207 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 208 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 209 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 210 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 211 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 212 */ _CFFI_OP(_CFFI_OP_NOOP, 115),
+/* 213 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 214 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 215 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_engine const *
 /* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 217 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
-/* 218 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space *
-/* 219 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
-/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
-/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 224 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 217 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 218 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_engine_config const *
+/* 219 */ _CFFI_OP(_CFFI_OP_POINTER, 112), // kvx_engine * *
+/* 220 */ _CFFI_OP(_CFFI_OP_NOOP, 25),
+/* 221 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 222 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 223 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
+/* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_space *
+/* 225 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 226 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
-/* 228 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 230 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 233 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 234 */ _CFFI_OP(_CFFI_OP_POINTER, 374), // kvx_ascend_op const *
-/* 235 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 237 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
-/* 240 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 241 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 242 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
+/* 228 */ _CFFI_OP(_CFFI_OP_NOOP, 224),
+/* 229 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 230 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 232 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 233 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 234 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 235 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 236 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 237 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 238 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 239 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 240 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_ascend_op const *
+/* 241 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 23),
 /* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
 /* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
-/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 248 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
-/* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 251 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 254 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 255 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 256 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 257 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 259 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 261 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 262 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 264 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
-/* 265 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 267 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 268 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION, 368), // int64_t()(kvx_engine *, uint64_t)
-/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 272 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 274 */ _CFFI_OP(_CFFI_OP_FUNCTION, 370), // kvx_ascend_api const *()(char *, size_t)
-/* 275 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 276 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 277 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 278 */ _CFFI_OP(_CFFI_OP_FUNCTION, 376), // kvx_counters const *()(kvx_engine const *)
-/* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 209),
-/* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 218), // kvx_space *()(uint64_t)
-/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 248 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 249 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 250 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 251 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
+/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 253 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 254 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 255 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
+/* 256 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 257 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 259 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 260 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 261 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 262 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 263 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 264 */ _CFFI_OP(_CFFI_OP_NOOP, 52),
+/* 265 */ _CFFI_OP(_CFFI_OP_NOOP, 23),
+/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 267 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 268 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 269 */ _CFFI_OP(_CFFI_OP_NOOP, 107),
+/* 270 */ _CFFI_OP(_CFFI_OP_POINTER, 52), // kvx_ascend_where *
+/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 272 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 273 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 274 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 275 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 276 */ _CFFI_OP(_CFFI_OP_FUNCTION, 375), // int64_t()(kvx_engine *, uint64_t)
+/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 278 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 279 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION, 377), // kvx_ascend_api const *()(char *, size_t)
+/* 281 */ _CFFI_OP(_CFFI_OP_NOOP, 25),
+/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
 /* 283 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 285 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 129),
-/* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 291 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 292 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 293 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 295 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 297 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 298 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION, 47), // uint64_t()(kvx_engine *, uint64_t)
-/* 300 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 301 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 302 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 303 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_engine *)
-/* 304 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 306 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space *)
-/* 307 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
+/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 383), // kvx_counters const *()(kvx_engine const *)
+/* 285 */ _CFFI_OP(_CFFI_OP_NOOP, 215),
+/* 286 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 287 */ _CFFI_OP(_CFFI_OP_FUNCTION, 224), // kvx_space *()(uint64_t)
+/* 288 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 290 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 291 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 292 */ _CFFI_OP(_CFFI_OP_NOOP, 135),
+/* 293 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 295 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 297 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 298 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 300 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 301 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 302 */ _CFFI_OP(_CFFI_OP_NOOP, 107),
+/* 303 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 304 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION, 53), // uint64_t()(kvx_engine *, uint64_t)
+/* 306 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 307 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 308 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
-/* 310 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space const *
-/* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 312 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 313 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(kvx_engine *)
+/* 310 */ _CFFI_OP(_CFFI_OP_NOOP, 112),
+/* 311 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 312 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(kvx_space *)
+/* 313 */ _CFFI_OP(_CFFI_OP_NOOP, 224),
 /* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 315 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t)
-/* 316 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 318 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t, uint64_t)
-/* 319 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 320 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 321 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 322 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 323 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t const *
-/* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 315 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 316 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_space const *
+/* 317 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 318 */ _CFFI_OP(_CFFI_OP_NOOP, 69),
+/* 319 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 321 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(uint64_t)
+/* 322 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 323 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 324 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(uint64_t, uint64_t)
 /* 325 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 326 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t *
+/* 326 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 327 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(void *, void const *, uint64_t, uint64_t)
-/* 329 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 330 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 329 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // uint8_t const *
+/* 330 */ _CFFI_OP(_CFFI_OP_NOOP, 107),
 /* 331 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 332 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 332 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // uint8_t *
 /* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 334 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
-/* 335 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 336 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[256]
-/* 337 */ (_cffi_opcode_t)(256),
-/* 338 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[32]
-/* 339 */ (_cffi_opcode_t)(32),
-/* 340 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[64]
-/* 341 */ (_cffi_opcode_t)(64),
-/* 342 */ _CFFI_OP(_CFFI_OP_ARRAY, 338), // char[8][32]
-/* 343 */ (_cffi_opcode_t)(8),
-/* 344 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
-/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 346 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
-/* 347 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 348 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 349 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 352 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
-/* 353 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 354 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
-/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
-/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 230), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 239), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 245), // int(*)(void *, uint32_t *)
-/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 249), // int(*)(void *, void *, uint32_t *)
-/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 254), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 262), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 366 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
-/* 367 */ (_cffi_opcode_t)(3),
-/* 368 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 369 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 371), // kvx_ascend_api const *
-/* 371 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 372 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 373 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 374 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 375 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 377), // kvx_counters const *
-/* 377 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 378 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
-/* 379 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
-/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
-/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
-/* 382 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
-/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
-/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
-/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
-/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
-/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
-/* 388 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
-/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
-/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
-/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
-/* 392 */ _CFFI_OP(_CFFI_OP_ARRAY, 391), // kvx_transport_counters[8]
-/* 393 */ (_cffi_opcode_t)(8),
-/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
-/* 395 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 396 */ _CFFI_OP(_CFFI_OP_ARRAY, 395), // uint8_t[16]
-/* 397 */ (_cffi_opcode_t)(16),
-/* 398 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 334 */ _CFFI_OP(_CFFI_OP_FUNCTION, 405), // void()(void *, void const *, uint64_t, uint64_t)
+/* 335 */ _CFFI_OP(_CFFI_OP_NOOP, 60),
+/* 336 */ _CFFI_OP(_CFFI_OP_NOOP, 107),
+/* 337 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 338 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 340 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 341 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 342 */ _CFFI_OP(_CFFI_OP_ARRAY, 341), // char[256]
+/* 343 */ (_cffi_opcode_t)(256),
+/* 344 */ _CFFI_OP(_CFFI_OP_ARRAY, 341), // char[32]
+/* 345 */ (_cffi_opcode_t)(32),
+/* 346 */ _CFFI_OP(_CFFI_OP_ARRAY, 341), // char[64]
+/* 347 */ (_cffi_opcode_t)(64),
+/* 348 */ _CFFI_OP(_CFFI_OP_ARRAY, 344), // char[8][32]
+/* 349 */ (_cffi_opcode_t)(8),
+/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
+/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, int32_t, uint32_t *)
+/* 352 */ _CFFI_OP(_CFFI_OP_POINTER, 18), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 353 */ _CFFI_OP(_CFFI_OP_POINTER, 28), // int(*)(int32_t, char const *, uint32_t *)
+/* 354 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 39), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 50), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 63), // int(*)(int32_t, uint32_t *)
+/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 73), // int(*)(int32_t, void * *, uint32_t *)
+/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 84), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 91), // int(*)(int32_t, void *, uint32_t *)
+/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 96), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 104), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 236), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 368 */ _CFFI_OP(_CFFI_OP_POINTER, 245), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 369 */ _CFFI_OP(_CFFI_OP_POINTER, 251), // int(*)(void *, uint32_t *)
+/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 255), // int(*)(void *, void *, uint32_t *)
+/* 371 */ _CFFI_OP(_CFFI_OP_POINTER, 260), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 372 */ _CFFI_OP(_CFFI_OP_POINTER, 268), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 373 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
+/* 374 */ (_cffi_opcode_t)(3),
+/* 375 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 376 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 377 */ _CFFI_OP(_CFFI_OP_POINTER, 378), // kvx_ascend_api const *
+/* 378 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 379 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 382 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 383 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_counters const *
+/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
+/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
+/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
+/* 388 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
+/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
+/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
+/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
+/* 392 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
+/* 393 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
+/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
+/* 395 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
+/* 396 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
+/* 397 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
+/* 398 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
+/* 399 */ _CFFI_OP(_CFFI_OP_ARRAY, 398), // kvx_transport_counters[8]
+/* 400 */ (_cffi_opcode_t)(8),
+/* 401 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
+/* 402 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 403 */ _CFFI_OP(_CFFI_OP_ARRAY, 402), // uint8_t[16]
+/* 404 */ (_cffi_opcode_t)(16),
+/* 405 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -1028,10 +1035,10 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg0, (char **)&x0);
+      _cffi_type(25), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(25), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1047,7 +1054,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(370));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(377));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1136,10 +1143,10 @@ _cffi_f_kvx_cancel(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1186,10 +1193,10 @@ _cffi_f_kvx_choice_count(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1240,19 +1247,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(54), arg0, (char **)&x0);
+      _cffi_type(60), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(54), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(60), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(107), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(107), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1307,10 +1314,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(107), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(107), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1359,10 +1366,10 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1372,19 +1379,19 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(108), arg2, (char **)&x2);
+      _cffi_type(114), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_device_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(108), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(115), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(115), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1417,10 +1424,10 @@ _cffi_f_kvx_engine_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1455,10 +1462,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(209), arg0, (char **)&x0);
+      _cffi_type(215), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(215), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1470,7 +1477,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(376));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(383));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1501,19 +1508,19 @@ _cffi_f_kvx_engine_drain(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(129), arg1, (char **)&x1);
+      _cffi_type(135), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(135), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1552,10 +1559,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(209), arg0, (char **)&x0);
+      _cffi_type(215), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(215), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1600,28 +1607,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(212), arg0, (char **)&x0);
+      _cffi_type(218), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(212), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(213), arg1, (char **)&x1);
+      _cffi_type(219), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(213), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(219), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg2, (char **)&x2);
+      _cffi_type(25), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(25), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1668,10 +1675,10 @@ _cffi_f_kvx_engine_step(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1712,10 +1719,10 @@ _cffi_f_kvx_engine_stop(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1756,10 +1763,10 @@ _cffi_f_kvx_grant_attached(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1812,10 +1819,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1837,10 +1844,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(197), arg5, (char **)&x5);
+      _cffi_type(203), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(197), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(203), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1883,10 +1890,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1896,10 +1903,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(69), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1942,10 +1949,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1955,10 +1962,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(166), arg2, (char **)&x2);
+      _cffi_type(172), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(166), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(172), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1999,10 +2006,10 @@ _cffi_f_kvx_import_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2049,10 +2056,10 @@ _cffi_f_kvx_import_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2103,19 +2110,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(323), arg0, (char **)&x0);
+      _cffi_type(329), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(323), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(329), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(107), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(107), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2125,10 +2132,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(326), arg3, (char **)&x3);
+      _cffi_type(332), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(326), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(332), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2173,37 +2180,37 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(113), arg1, (char **)&x1);
+      _cffi_type(119), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_alloc_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(113), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(119), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(114), arg2, (char **)&x2);
+      _cffi_type(120), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(120), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(115), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(115), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2254,10 +2261,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2271,10 +2278,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(54), arg3, (char **)&x3);
+      _cffi_type(60), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(54), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(60), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2288,10 +2295,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg6, (char **)&x6);
+      _cffi_type(115), arg6, (char **)&x6);
   if (datasize != 0) {
     x6 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg6, (char **)&x6,
+    if (_cffi_convert_array_argument(_cffi_type(115), arg6, (char **)&x6,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2338,10 +2345,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2351,28 +2358,28 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(171), arg2, (char **)&x2);
+      _cffi_type(177), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(171), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(177), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(69), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg4, (char **)&x4);
+      _cffi_type(69), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2417,37 +2424,37 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg1, (char **)&x1);
+      _cffi_type(125), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_register_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(114), arg2, (char **)&x2);
+      _cffi_type(120), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(120), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(115), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(115), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2490,10 +2497,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2503,10 +2510,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(69), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2617,10 +2624,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2634,10 +2641,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(69), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2680,10 +2687,10 @@ _cffi_f_kvx_note(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2734,10 +2741,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2747,10 +2754,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(69), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2797,10 +2804,10 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2819,19 +2826,19 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(69), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg4, (char **)&x4);
+      _cffi_type(69), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2872,10 +2879,10 @@ _cffi_f_kvx_progress(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2912,10 +2919,10 @@ _cffi_f_kvx_space_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(224), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(224), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2956,10 +2963,10 @@ _cffi_f_kvx_space_give(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(224), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(224), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3006,7 +3013,7 @@ _cffi_f_kvx_space_open(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(218));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(224));
   return pyresult;
 }
 #else
@@ -3036,28 +3043,28 @@ _cffi_f_kvx_space_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(310), arg0, (char **)&x0);
+      _cffi_type(316), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(310), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(316), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg1, (char **)&x1);
+      _cffi_type(69), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(69), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3111,10 +3118,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(224), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(224), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3128,10 +3135,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(69), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3210,55 +3217,55 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(125), arg1, (char **)&x1);
+      _cffi_type(131), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_submit_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(125), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(131), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(126), arg2, (char **)&x2);
+      _cffi_type(132), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_segment const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(126), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(132), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(69), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(69), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(128), arg4, (char **)&x4);
+      _cffi_type(134), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(128), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(134), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(129), arg5, (char **)&x5);
+      _cffi_type(135), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(129), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(135), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3301,10 +3308,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3314,10 +3321,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(147), arg2, (char **)&x2);
+      _cffi_type(153), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(147), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(153), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3362,10 +3369,10 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(112), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(112), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3375,19 +3382,19 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg2, (char **)&x2);
+      _cffi_type(25), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(25), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg3, (char **)&x3);
+      _cffi_type(25), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(25), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3497,11 +3504,29 @@ static int _cffi_const_KVX_ASCEND_HAS_CAPABILITY(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_ASCEND_IPC_ANYBODY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_IPC_ANYBODY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_IPC_ANYBODY) | 0);  /* check that KVX_ASCEND_IPC_ANYBODY is an integer */
+  if (!_cffi_check_int(*o, n, 0))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_ASCEND_IPC_KEY_MAX(unsigned long long *o)
 {
   int n = (KVX_ASCEND_IPC_KEY_MAX) <= 0;
   *o = (unsigned long long)((KVX_ASCEND_IPC_KEY_MAX) | 0);  /* check that KVX_ASCEND_IPC_KEY_MAX is an integer */
   if (!_cffi_check_int(*o, n, 65U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_IPC_NOBODY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_IPC_NOBODY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_IPC_NOBODY) | 0);  /* check that KVX_ASCEND_IPC_NOBODY is an integer */
+  if (!_cffi_check_int(*o, n, -1))
     n |= 2;
   return n;
 }
@@ -3556,6 +3581,15 @@ static int _cffi_const_KVX_CAP_MAP(unsigned long long *o)
   int n = (KVX_CAP_MAP) <= 0;
   *o = (unsigned long long)((KVX_CAP_MAP) | 0);  /* check that KVX_CAP_MAP is an integer */
   if (!_cffi_check_int(*o, n, 16U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_CAP_MAP_HBM(unsigned long long *o)
+{
+  int n = (KVX_CAP_MAP_HBM) <= 0;
+  *o = (unsigned long long)((KVX_CAP_MAP_HBM) | 0);  /* check that KVX_CAP_MAP_HBM is an integer */
+  if (!_cffi_check_int(*o, n, 256U))
     n |= 2;
   return n;
 }
@@ -3947,6 +3981,15 @@ static int _cffi_const_KVX_REGION_SPILLED(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_REMOTE_MAP(unsigned long long *o)
+{
+  int n = (KVX_REMOTE_MAP) <= 0;
+  *o = (unsigned long long)((KVX_REMOTE_MAP) | 0);  /* check that KVX_REMOTE_MAP is an integer */
+  if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_SPACE_GRAIN(unsigned long long *o)
 {
   int n = (KVX_SPACE_GRAIN) <= 0;
@@ -4010,6 +4053,7 @@ static void _cffi_checkfld__kvx_ascend_api(kvx_ascend_api *p)
   { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_poll; (void)tmp; }
   { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_abort; (void)tmp; }
   { int(* *tmp)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *) = &p->ipc_export; (void)tmp; }
+  { int(* *tmp)(int32_t, char const *, int32_t, uint32_t *) = &p->ipc_allow; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, void * *, uint32_t *) = &p->ipc_import; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, uint32_t *) = &p->ipc_close; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t) = &p->engine_open; (void)tmp; }
@@ -4201,6 +4245,7 @@ static void _cffi_checkfld__kvx_import_info(kvx_import_info *p)
   (void)((p->address) | 0);  /* check that 'kvx_import_info.address' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_import_info.length' is an integer */
   (void)((p->access) | 0);  /* check that 'kvx_import_info.access' is an integer */
+  (void)((p->device) | 0);  /* check that 'kvx_import_info.device' is an integer */
 }
 struct _cffi_align__kvx_import_info { char x; kvx_import_info y; };
 
@@ -4260,6 +4305,7 @@ static void _cffi_checkfld__kvx_remote(kvx_remote *p)
   (void)((p->generation) | 0);  /* check that 'kvx_remote.generation' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_remote.length' is an integer */
   (void)((p->access) | 0);  /* check that 'kvx_remote.access' is an integer */
+  (void)((p->flags) | 0);  /* check that 'kvx_remote.flags' is an integer */
   { uint8_t(*tmp)[16] = &p->key; (void)tmp; }
 }
 struct _cffi_align__kvx_remote { char x; kvx_remote y; };
@@ -4356,13 +4402,16 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ASCEND_HAS_BULK_STATUS", (void *)_cffi_const_KVX_ASCEND_HAS_BULK_STATUS, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_HAS_CAPABILITY", (void *)_cffi_const_KVX_ASCEND_HAS_CAPABILITY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_HOST", (void *)_cffi_const_KVX_ASCEND_HOST, _CFFI_OP(_CFFI_OP_ENUM, -1), (void *)0 },
+  { "KVX_ASCEND_IPC_ANYBODY", (void *)_cffi_const_KVX_ASCEND_IPC_ANYBODY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_IPC_KEY_MAX", (void *)_cffi_const_KVX_ASCEND_IPC_KEY_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_IPC_NOBODY", (void *)_cffi_const_KVX_ASCEND_IPC_NOBODY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_REGIONS_MAX", (void *)_cffi_const_KVX_ASCEND_REGIONS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_TEXT_MAX", (void *)_cffi_const_KVX_ASCEND_TEXT_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_CHECK", (void *)_cffi_const_KVX_CAP_CHECK, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_GET", (void *)_cffi_const_KVX_CAP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_INLINE", (void *)_cffi_const_KVX_CAP_INLINE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_MAP", (void *)_cffi_const_KVX_CAP_MAP, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_CAP_MAP_HBM", (void *)_cffi_const_KVX_CAP_MAP_HBM, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_NOTIFY", (void *)_cffi_const_KVX_CAP_NOTIFY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_OWN", (void *)_cffi_const_KVX_CAP_OWN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_PUT", (void *)_cffi_const_KVX_CAP_PUT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4406,58 +4455,59 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_REGION_READ_ONLY", (void *)_cffi_const_KVX_REGION_READ_ONLY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SHARED", (void *)_cffi_const_KVX_REGION_SHARED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SPILLED", (void *)_cffi_const_KVX_REGION_SPILLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_REMOTE_MAP", (void *)_cffi_const_KVX_REMOTE_MAP, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_SPACE_GRAIN", (void *)_cffi_const_KVX_SPACE_GRAIN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 274), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 280), (void *)_cffi_d_kvx_ascend_get },
   { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
-  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 227), (void *)_cffi_d_kvx_ascend_status },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_cancel },
-  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 149), (void *)_cffi_d_kvx_choice_count },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 328), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 294), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_device_query },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 278), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 284), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 208), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 211), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 289), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 270), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 191), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 163), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 175), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 322), (void *)_cffi_d_kvx_mac },
-  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 199), (void *)_cffi_d_kvx_mem_copy },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 168), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 318), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 315), (void *)_cffi_d_kvx_mem_unview },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 180), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 154), (void *)_cffi_d_kvx_note },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_peer_connect },
-  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 299), (void *)_cffi_d_kvx_progress },
-  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 306), (void *)_cffi_d_kvx_space_close },
-  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 217), (void *)_cffi_d_kvx_space_give },
-  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 281), (void *)_cffi_d_kvx_space_open },
-  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 309), (void *)_cffi_d_kvx_space_query },
-  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 221), (void *)_cffi_d_kvx_space_take },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 233), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 165), (void *)_cffi_d_kvx_cancel },
+  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 155), (void *)_cffi_d_kvx_choice_count },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 334), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 300), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_device_query },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 309), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 284), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 290), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 214), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 217), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 295), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 309), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 276), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 192), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 169), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 165), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 181), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 328), (void *)_cffi_d_kvx_mac },
+  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_alloc },
+  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 205), (void *)_cffi_d_kvx_mem_copy },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 174), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 123), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 192), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 324), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 321), (void *)_cffi_d_kvx_mem_unview },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 160), (void *)_cffi_d_kvx_note },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 192), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 143), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 305), (void *)_cffi_d_kvx_progress },
+  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 312), (void *)_cffi_d_kvx_space_close },
+  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 223), (void *)_cffi_d_kvx_space_give },
+  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 287), (void *)_cffi_d_kvx_space_open },
+  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 315), (void *)_cffi_d_kvx_space_query },
+  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 227), (void *)_cffi_d_kvx_space_take },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
-  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 123), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 144), (void *)_cffi_d_kvx_transport_query },
-  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 131), (void *)_cffi_d_kvx_transport_unavailable },
+  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 129), (void *)_cffi_d_kvx_submit },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 150), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
   { "length", offsetof(kvx_alloc_args, length),
               sizeof(((kvx_alloc_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "kind", offsetof(kvx_alloc_args, kind),
             sizeof(((kvx_alloc_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4478,103 +4528,106 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 373) },
+             _CFFI_OP(_CFFI_OP_NOOP, 380) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 352) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 353) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 360) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 352) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 355) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 349) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 356) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 350) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 357) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 351) },
+                _CFFI_OP(_CFFI_OP_NOOP, 358) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 365) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 372) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 359) },
+            _CFFI_OP(_CFFI_OP_NOOP, 366) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 354) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 361) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 355) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 362) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 356) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 363) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 358) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 365) },
+  { "ipc_allow", offsetof(kvx_ascend_api, ipc_allow),
+                 sizeof(((kvx_ascend_api *)0)->ipc_allow),
+                 _CFFI_OP(_CFFI_OP_NOOP, 351) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 354) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 346) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 353) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 345) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 352) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 362) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 369) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 371) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 363) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 370) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 361) },
+               _CFFI_OP(_CFFI_OP_NOOP, 368) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 361) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 368) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 360) },
+              _CFFI_OP(_CFFI_OP_NOOP, 367) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 363) },
+            _CFFI_OP(_CFFI_OP_NOOP, 370) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
-                  _CFFI_OP(_CFFI_OP_NOOP, 334) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 340) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 355) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 344) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 350) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
-              _CFFI_OP(_CFFI_OP_NOOP, 54) },
+              _CFFI_OP(_CFFI_OP_NOOP, 60) },
   { "source", offsetof(kvx_ascend_copy, source),
               sizeof(((kvx_ascend_copy *)0)->source),
-              _CFFI_OP(_CFFI_OP_NOOP, 101) },
+              _CFFI_OP(_CFFI_OP_NOOP, 107) },
   { "length", offsetof(kvx_ascend_copy, length),
               sizeof(((kvx_ascend_copy *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "simulated", offsetof(kvx_ascend_facts, simulated),
                  sizeof(((kvx_ascend_facts *)0)->simulated),
-                 _CFFI_OP(_CFFI_OP_NOOP, 75) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 81) },
   { "optional", offsetof(kvx_ascend_facts, optional),
                 sizeof(((kvx_ascend_facts *)0)->optional),
                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4583,34 +4636,34 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 373) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
-           _CFFI_OP(_CFFI_OP_NOOP, 336) },
+           _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "toolkit", offsetof(kvx_ascend_facts, toolkit),
                sizeof(((kvx_ascend_facts *)0)->toolkit),
-               _CFFI_OP(_CFFI_OP_NOOP, 338) },
+               _CFFI_OP(_CFFI_OP_NOOP, 344) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 340) },
+                _CFFI_OP(_CFFI_OP_NOOP, 346) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
-                _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "meta_path", offsetof(kvx_ascend_facts, meta_path),
                  sizeof(((kvx_ascend_facts *)0)->meta_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
                  sizeof(((kvx_ascend_facts *)0)->hixl_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "local", offsetof(kvx_ascend_op, local),
              sizeof(((kvx_ascend_op *)0)->local),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "remote", offsetof(kvx_ascend_op, remote),
               sizeof(((kvx_ascend_op *)0)->remote),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_ascend_op, length),
               sizeof(((kvx_ascend_op *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "key", offsetof(kvx_ascend_option, key),
            sizeof(((kvx_ascend_option *)0)->key),
            _CFFI_OP(_CFFI_OP_NOOP, 14) },
@@ -4619,7 +4672,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 14) },
   { "magic", offsetof(kvx_counters, magic),
              sizeof(((kvx_counters *)0)->magic),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "version", offsetof(kvx_counters, version),
                sizeof(((kvx_counters *)0)->version),
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4628,70 +4681,70 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "pid", offsetof(kvx_counters, pid),
            sizeof(((kvx_counters *)0)->pid),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "inflight", offsetof(kvx_counters, inflight),
                 sizeof(((kvx_counters *)0)->inflight),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "regions", offsetof(kvx_counters, regions),
                sizeof(((kvx_counters *)0)->regions),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "grants", offsetof(kvx_counters, grants),
               sizeof(((kvx_counters *)0)->grants),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "imports", offsetof(kvx_counters, imports),
                sizeof(((kvx_counters *)0)->imports),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "peers", offsetof(kvx_counters, peers),
              sizeof(((kvx_counters *)0)->peers),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "threads", offsetof(kvx_counters, threads),
                sizeof(((kvx_counters *)0)->threads),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "registered_bytes", offsetof(kvx_counters, registered_bytes),
                         sizeof(((kvx_counters *)0)->registered_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "quarantined_grants", offsetof(kvx_counters, quarantined_grants),
                           sizeof(((kvx_counters *)0)->quarantined_grants),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "device_bytes", offsetof(kvx_counters, device_bytes),
                     sizeof(((kvx_counters *)0)->device_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "arena_bytes", offsetof(kvx_counters, arena_bytes),
                    sizeof(((kvx_counters *)0)->arena_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "spilled_bytes", offsetof(kvx_counters, spilled_bytes),
                      sizeof(((kvx_counters *)0)->spilled_bytes),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "spills", offsetof(kvx_counters, spills),
               sizeof(((kvx_counters *)0)->spills),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "stalled", offsetof(kvx_counters, stalled),
                sizeof(((kvx_counters *)0)->stalled),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "late", offsetof(kvx_counters, late),
             sizeof(((kvx_counters *)0)->late),
-            _CFFI_OP(_CFFI_OP_NOOP, 47) },
+            _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 342) },
+             _CFFI_OP(_CFFI_OP_NOOP, 348) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 392) },
+           _CFFI_OP(_CFFI_OP_NOOP, 399) },
   { "free_bytes", offsetof(kvx_device_info, free_bytes),
                   sizeof(((kvx_device_info *)0)->free_bytes),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "total_bytes", offsetof(kvx_device_info, total_bytes),
                    sizeof(((kvx_device_info *)0)->total_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "arena_bytes", offsetof(kvx_device_info, arena_bytes),
                    sizeof(((kvx_device_info *)0)->arena_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "region_bytes", offsetof(kvx_device_info, region_bytes),
                     sizeof(((kvx_device_info *)0)->region_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "foreign_bytes", offsetof(kvx_device_info, foreign_bytes),
                      sizeof(((kvx_device_info *)0)->foreign_bytes),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "registrations", offsetof(kvx_device_info, registrations),
                      sizeof(((kvx_device_info *)0)->registrations),
                      _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4772,22 +4825,22 @@ static const struct _cffi_field_s _cffi_fields[] = {
                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "inline_bytes_max", offsetof(kvx_engine_config, inline_bytes_max),
                         sizeof(((kvx_engine_config *)0)->inline_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "nt_bytes_min", offsetof(kvx_engine_config, nt_bytes_min),
                     sizeof(((kvx_engine_config *)0)->nt_bytes_min),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "chunk_bytes", offsetof(kvx_engine_config, chunk_bytes),
                    sizeof(((kvx_engine_config *)0)->chunk_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "frame_bytes", offsetof(kvx_engine_config, frame_bytes),
                    sizeof(((kvx_engine_config *)0)->frame_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "hbm_arena_bytes", offsetof(kvx_engine_config, hbm_arena_bytes),
                        sizeof(((kvx_engine_config *)0)->hbm_arena_bytes),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "pinned_arena_bytes", offsetof(kvx_engine_config, pinned_arena_bytes),
                           sizeof(((kvx_engine_config *)0)->pinned_arena_bytes),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "connect_ms", offsetof(kvx_engine_config, connect_ms),
                   sizeof(((kvx_engine_config *)0)->connect_ms),
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4802,7 +4855,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 396) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 403) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4811,19 +4864,19 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "token", offsetof(kvx_event, token),
              sizeof(((kvx_event *)0)->token),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "id", offsetof(kvx_event, id),
           sizeof(((kvx_event *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "tag", offsetof(kvx_event, tag),
            sizeof(((kvx_event *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "value", offsetof(kvx_event, value),
              sizeof(((kvx_event *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "bytes", offsetof(kvx_event, bytes),
              sizeof(((kvx_event *)0)->bytes),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "sys_errno", offsetof(kvx_event, sys_errno),
                  sizeof(((kvx_event *)0)->sys_errno),
                  _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -4832,31 +4885,34 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "id", offsetof(kvx_grant_info, id),
           sizeof(((kvx_grant_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "generation", offsetof(kvx_grant_info, generation),
                   sizeof(((kvx_grant_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_grant_info, length),
               sizeof(((kvx_grant_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "access", offsetof(kvx_grant_info, access),
               sizeof(((kvx_grant_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 396) },
+           _CFFI_OP(_CFFI_OP_NOOP, 403) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "address", offsetof(kvx_import_info, address),
                sizeof(((kvx_import_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_import_info, length),
               sizeof(((kvx_import_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "access", offsetof(kvx_import_info, access),
               sizeof(((kvx_import_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "device", offsetof(kvx_import_info, device),
+              sizeof(((kvx_import_info *)0)->device),
+              _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "sys_errno", offsetof(kvx_mem_why, sys_errno),
                  sizeof(((kvx_mem_why *)0)->sys_errno),
                  _CFFI_OP(_CFFI_OP_NOOP, 13) },
@@ -4865,37 +4921,37 @@ static const struct _cffi_field_s _cffi_fields[] = {
            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "conflict", offsetof(kvx_mem_why, conflict),
                 sizeof(((kvx_mem_why *)0)->conflict),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "free_bytes", offsetof(kvx_mem_why, free_bytes),
                   sizeof(((kvx_mem_why *)0)->free_bytes),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "total_bytes", offsetof(kvx_mem_why, total_bytes),
                    sizeof(((kvx_mem_why *)0)->total_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "base", offsetof(kvx_mem_why, base),
             sizeof(((kvx_mem_why *)0)->base),
-            _CFFI_OP(_CFFI_OP_NOOP, 47) },
+            _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_mem_why, length),
               sizeof(((kvx_mem_why *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "required", offsetof(kvx_mem_why, required),
                 sizeof(((kvx_mem_why *)0)->required),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
-            _CFFI_OP(_CFFI_OP_NOOP, 336) },
+            _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "generation", offsetof(kvx_region_info, generation),
                   sizeof(((kvx_region_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "address", offsetof(kvx_region_info, address),
                sizeof(((kvx_region_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_region_info, length),
               sizeof(((kvx_region_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "flags", offsetof(kvx_region_info, flags),
              sizeof(((kvx_region_info *)0)->flags),
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4913,10 +4969,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 13) },
   { "address", offsetof(kvx_register_args, address),
                sizeof(((kvx_register_args *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_register_args, length),
               sizeof(((kvx_register_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "kind", offsetof(kvx_register_args, kind),
             sizeof(((kvx_register_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4928,28 +4984,31 @@ static const struct _cffi_field_s _cffi_fields[] = {
                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "grant", offsetof(kvx_remote, grant),
              sizeof(((kvx_remote *)0)->grant),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "generation", offsetof(kvx_remote, generation),
                   sizeof(((kvx_remote *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_remote, length),
               sizeof(((kvx_remote *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "access", offsetof(kvx_remote, access),
               sizeof(((kvx_remote *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "flags", offsetof(kvx_remote, flags),
+             sizeof(((kvx_remote *)0)->flags),
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 396) },
+           _CFFI_OP(_CFFI_OP_NOOP, 403) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "remote_offset", offsetof(kvx_segment, remote_offset),
                      sizeof(((kvx_segment *)0)->remote_offset),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "length", offsetof(kvx_segment, length),
               sizeof(((kvx_segment *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "kind", offsetof(kvx_submit_args, kind),
             sizeof(((kvx_submit_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4958,106 +5017,106 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "region", offsetof(kvx_submit_args, region),
               sizeof(((kvx_submit_args *)0)->region),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "import", offsetof(kvx_submit_args, import),
               sizeof(((kvx_submit_args *)0)->import),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "tag", offsetof(kvx_submit_args, tag),
            sizeof(((kvx_submit_args *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "value", offsetof(kvx_submit_args, value),
              sizeof(((kvx_submit_args *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "count", offsetof(kvx_submit_args, count),
              sizeof(((kvx_submit_args *)0)->count),
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "put_ops", offsetof(kvx_transport_counters, put_ops),
                sizeof(((kvx_transport_counters *)0)->put_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "get_ops", offsetof(kvx_transport_counters, get_ops),
                sizeof(((kvx_transport_counters *)0)->get_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "put_bytes", offsetof(kvx_transport_counters, put_bytes),
                  sizeof(((kvx_transport_counters *)0)->put_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "get_bytes", offsetof(kvx_transport_counters, get_bytes),
                  sizeof(((kvx_transport_counters *)0)->get_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "served_put_bytes", offsetof(kvx_transport_counters, served_put_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_put_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "served_get_bytes", offsetof(kvx_transport_counters, served_get_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_get_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "copied_bytes", offsetof(kvx_transport_counters, copied_bytes),
                     sizeof(((kvx_transport_counters *)0)->copied_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "mapped_bytes", offsetof(kvx_transport_counters, mapped_bytes),
                     sizeof(((kvx_transport_counters *)0)->mapped_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "staged_bytes", offsetof(kvx_transport_counters, staged_bytes),
                     sizeof(((kvx_transport_counters *)0)->staged_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "frames", offsetof(kvx_transport_counters, frames),
               sizeof(((kvx_transport_counters *)0)->frames),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "inline_ops", offsetof(kvx_transport_counters, inline_ops),
                   sizeof(((kvx_transport_counters *)0)->inline_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "failed_ops", offsetof(kvx_transport_counters, failed_ops),
                   sizeof(((kvx_transport_counters *)0)->failed_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "cancelled_ops", offsetof(kvx_transport_counters, cancelled_ops),
                      sizeof(((kvx_transport_counters *)0)->cancelled_ops),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "refused", offsetof(kvx_transport_counters, refused),
                sizeof(((kvx_transport_counters *)0)->refused),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "protocol_errors", offsetof(kvx_transport_counters, protocol_errors),
                        sizeof(((kvx_transport_counters *)0)->protocol_errors),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "notifies_sent", offsetof(kvx_transport_counters, notifies_sent),
                      sizeof(((kvx_transport_counters *)0)->notifies_sent),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "notifies_received", offsetof(kvx_transport_counters, notifies_received),
                          sizeof(((kvx_transport_counters *)0)->notifies_received),
-                         _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                         _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "peers_connected", offsetof(kvx_transport_counters, peers_connected),
                        sizeof(((kvx_transport_counters *)0)->peers_connected),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "peers_accepted", offsetof(kvx_transport_counters, peers_accepted),
                       sizeof(((kvx_transport_counters *)0)->peers_accepted),
-                      _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "peers_lost", offsetof(kvx_transport_counters, peers_lost),
                   sizeof(((kvx_transport_counters *)0)->peers_lost),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "chosen", offsetof(kvx_transport_counters, chosen),
               sizeof(((kvx_transport_counters *)0)->chosen),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "passed_memory", offsetof(kvx_transport_counters, passed_memory),
                      sizeof(((kvx_transport_counters *)0)->passed_memory),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "passed_checksum", offsetof(kvx_transport_counters, passed_checksum),
                        sizeof(((kvx_transport_counters *)0)->passed_checksum),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "passed_not_offered", offsetof(kvx_transport_counters, passed_not_offered),
                           sizeof(((kvx_transport_counters *)0)->passed_not_offered),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "passed_unreachable", offsetof(kvx_transport_counters, passed_unreachable),
                           sizeof(((kvx_transport_counters *)0)->passed_unreachable),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "passed_refused", offsetof(kvx_transport_counters, passed_refused),
                       sizeof(((kvx_transport_counters *)0)->passed_refused),
-                      _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 338) },
+            _CFFI_OP(_CFFI_OP_NOOP, 344) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                _CFFI_OP(_CFFI_OP_NOOP, 342) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5066,10 +5125,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "alignment", offsetof(kvx_transport_info, alignment),
                  sizeof(((kvx_transport_info *)0)->alignment),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "region_bytes_max", offsetof(kvx_transport_info, region_bytes_max),
                         sizeof(((kvx_transport_info *)0)->region_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 53) },
   { "copies_x100", offsetof(kvx_transport_info, copies_x100),
                    sizeof(((kvx_transport_info *)0)->copies_x100),
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5082,81 +5141,81 @@ static const struct _cffi_field_s _cffi_fields[] = {
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 369, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 376, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 371, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 31 },
-  { "kvx_ascend_copy", 372, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 36, 3 },
-  { "kvx_ascend_facts", 373, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 39, 10 },
-  { "kvx_ascend_op", 374, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 49, 3 },
-  { "kvx_ascend_option", 375, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 52, 2 },
-  { "kvx_counters", 377, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 20 },
-  { "kvx_device_info", 378, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 74, 8 },
-  { "kvx_engine", 379, _CFFI_F_OPAQUE,
+  { "kvx_ascend_api", 378, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 32 },
+  { "kvx_ascend_copy", 379, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 37, 3 },
+  { "kvx_ascend_facts", 380, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 40, 10 },
+  { "kvx_ascend_op", 381, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 50, 3 },
+  { "kvx_ascend_option", 382, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 53, 2 },
+  { "kvx_counters", 384, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 55, 20 },
+  { "kvx_device_info", 385, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 75, 8 },
+  { "kvx_engine", 386, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 380, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 82, 34 },
-  { "kvx_event", 381, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 116, 9 },
-  { "kvx_grant_info", 382, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 125, 5 },
-  { "kvx_import_info", 383, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 130, 4 },
-  { "kvx_mem_why", 384, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 134, 9 },
-  { "kvx_region_info", 385, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 143, 9 },
-  { "kvx_register_args", 386, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 152, 5 },
-  { "kvx_remote", 387, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 157, 5 },
-  { "kvx_segment", 388, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 162, 3 },
-  { "kvx_space", 389, _CFFI_F_OPAQUE,
+  { "kvx_engine_config", 387, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 83, 34 },
+  { "kvx_event", 388, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 117, 9 },
+  { "kvx_grant_info", 389, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 126, 5 },
+  { "kvx_import_info", 390, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 131, 5 },
+  { "kvx_mem_why", 391, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 136, 9 },
+  { "kvx_region_info", 392, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 145, 9 },
+  { "kvx_register_args", 393, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 154, 5 },
+  { "kvx_remote", 394, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 159, 6 },
+  { "kvx_segment", 395, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 165, 3 },
+  { "kvx_space", 396, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_submit_args", 390, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 165, 7 },
-  { "kvx_transport_counters", 391, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 172, 27 },
-  { "kvx_transport_info", 394, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 199, 9 },
+  { "kvx_submit_args", 397, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 168, 7 },
+  { "kvx_transport_counters", 398, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 27 },
+  { "kvx_transport_info", 401, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 202, 9 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
-  { "kvx_ascend_where", 46, _cffi_prim_int(sizeof(kvx_ascend_where), ((kvx_ascend_where)-1) <= 0),
+  { "kvx_ascend_where", 52, _cffi_prim_int(sizeof(kvx_ascend_where), ((kvx_ascend_where)-1) <= 0),
     "KVX_ASCEND_HOST,KVX_ASCEND_DEVICE,KVX_ASCEND_FOREIGN" },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 369 },
-  { "kvx_ascend_api", 371 },
-  { "kvx_ascend_copy", 372 },
-  { "kvx_ascend_facts", 373 },
-  { "kvx_ascend_op", 374 },
-  { "kvx_ascend_option", 375 },
-  { "kvx_ascend_where", 46 },
-  { "kvx_counters", 377 },
-  { "kvx_device_info", 378 },
-  { "kvx_engine", 379 },
-  { "kvx_engine_config", 380 },
-  { "kvx_event", 381 },
-  { "kvx_grant_info", 382 },
-  { "kvx_import_info", 383 },
-  { "kvx_mem_why", 384 },
-  { "kvx_region_info", 385 },
-  { "kvx_register_args", 386 },
-  { "kvx_remote", 387 },
-  { "kvx_segment", 388 },
-  { "kvx_space", 389 },
-  { "kvx_submit_args", 390 },
-  { "kvx_transport_counters", 391 },
-  { "kvx_transport_info", 394 },
+  { "kvx_alloc_args", 376 },
+  { "kvx_ascend_api", 378 },
+  { "kvx_ascend_copy", 379 },
+  { "kvx_ascend_facts", 380 },
+  { "kvx_ascend_op", 381 },
+  { "kvx_ascend_option", 382 },
+  { "kvx_ascend_where", 52 },
+  { "kvx_counters", 384 },
+  { "kvx_device_info", 385 },
+  { "kvx_engine", 386 },
+  { "kvx_engine_config", 387 },
+  { "kvx_event", 388 },
+  { "kvx_grant_info", 389 },
+  { "kvx_import_info", 390 },
+  { "kvx_mem_why", 391 },
+  { "kvx_region_info", 392 },
+  { "kvx_register_args", 393 },
+  { "kvx_remote", 394 },
+  { "kvx_segment", 395 },
+  { "kvx_space", 396 },
+  { "kvx_submit_args", 397 },
+  { "kvx_transport_counters", 398 },
+  { "kvx_transport_info", 401 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -5166,12 +5225,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  109,  /* num_globals */
+  113,  /* num_globals */
   22,  /* num_struct_unions */
   1,  /* num_enums */
   23,  /* num_typenames */
   NULL,  /* no includes */
-  399,  /* num_types */
+  406,  /* num_types */
   0,  /* flags */
 };
 

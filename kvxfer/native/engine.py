@@ -455,20 +455,21 @@ class Engine(Notes):
         return self._future(self._token_p[0])
 
     def import_(
-        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes
+        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes, mapped: bool = False
     ) -> tuple[int, asyncio.Future[Event]]:
-        """Start to make a remote grant usable; an import handle and the future of its outcome."""
+        """Start to make a remote grant usable; an import handle and the future of its outcome. ``mapped``: a device's
+        memory for `device_mapping`, or it fails.
+        """
         engine = self._require_loop()
         remote = ffi.new("kvx_remote *", {"grant": grant, "generation": generation, "length": length, "access": access})
-        remote.key = key
+        remote.key, remote.flags = key, int(mapped)
         status = lib.kvx_mem_import(engine, peer, remote, self._id_p, self._token_p)
         if status != 0:
             raise error_for(status, what="import", grant=grant)
         return self._id_p[0], self._future(self._token_p[0])
 
     def mapping(self, import_: int) -> memoryview | None:
-        """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map.
-
+        """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map it.
         After `release_import`, or when the owner takes the memory back, the view may read zeros.
         """
         info = ffi.new("kvx_import_info *")

@@ -1,11 +1,12 @@
-"""What the engine is told only to be counted, and what it tells of an operation before its end."""
+"""What the engine is told only to be counted, what it tells of an operation before its end, and of what is mapped."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvxfer.native._shim import lib
+from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import ChoiceKind
+from kvxfer.native.status import error_for
 
 
 class Notes:
@@ -29,3 +30,13 @@ class Notes:
     def progress(self, token: int) -> int:
         """Bytes that a live operation has moved, as far as its transport knows; 0 when there is none."""
         return int(lib.kvx_progress(self._mine(), token))
+
+    def device_mapping(self, import_: int) -> tuple[int, int] | None:
+        """Of memory on a device that was imported with ``mapped``: its address, and the number of the device here that
+        may use it. None when the import is of host memory, or not mapped.
+        """
+        info = ffi.new("kvx_import_info *")
+        status = lib.kvx_import_query(self._mine(), import_, info)
+        if status != 0:
+            raise error_for(status, what="device_mapping")
+        return (int(info.address), int(info.device)) if info.address and info.device >= 0 else None

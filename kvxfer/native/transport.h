@@ -76,6 +76,7 @@ typedef struct kvx_import {
     kvx_peer *peer;
     kvx_remote remote;
     uint8_t *mapping;     /* set by a transport that maps, before kvx_import_done */
+    int32_t device;       /* with it, of memory of a device: ours, whose kernels may use it; -1 from the start */
     _Atomic bool revoked; /* set by the transport when the owner takes it back */
     void *transport_data;
 } kvx_import;
