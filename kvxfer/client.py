@@ -41,7 +41,7 @@ from kvxfer.link import LinkFacts
 from kvxfer.mailboxes import Mailboxes
 from kvxfer.many import Group, Move, check_moves
 from kvxfer.memory import at_address, borrow
-from kvxfer.native.engine import Engine, EngineConfig, OpKind
+from kvxfer.native.engine import Engine, EngineConfig, OpKind, forks
 from kvxfer.notifications import Notifications
 from kvxfer.offer import Landing
 from kvxfer.paths import counters_path, daemon_socket, engine_dir, socket_dir
@@ -76,7 +76,7 @@ class Client:
         self._control: Control | None = None
         self._mailboxes: Mailboxes | None = None
         self._entered = False
-        self._pid = self._thread = 0
+        self._fork = self._thread = 0
         self._allocator: Allocator | None = None
         self._registration_failed = ""
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
@@ -89,7 +89,7 @@ class Client:
         if self._entered:
             raise UsageError("a client is entered once", hint="make another one")
         self._entered = True
-        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._fork, self._thread = forks(), threading.get_ident()
         directory = socket_dir(self.config) if self._socket is None else self._socket.parent
         socket = daemon_socket(directory) if self._socket is None else self._socket
         directory = engine_dir(directory)
@@ -186,7 +186,7 @@ class Client:
     def _require_here(self) -> None:
         if threading.get_ident() != self._thread and self._thread:
             raise WrongThread("this client belongs to another thread", hint="call it on its event loop's thread")
-        if os.getpid() != self._pid and self._pid:
+        if forks() != self._fork and self._thread:
             raise ForkedClientError("this client belongs to the parent process", hint="open one after the fork")
 
     @property
@@ -319,15 +319,17 @@ class Client:
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
             raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
-        part = self._part(OpKind.PUT, Move(source, target, target_offset), (0, notify) if visible else None)
-        return self.plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
+        plane = self.plane
+        part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
+        return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
 
     def get(
         self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
     ) -> Transfer:
         """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
-        part = self._part(OpKind.GET, Move(target, source, source_offset))
-        return self.plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
+        plane = self.plane
+        part = self._part(plane, OpKind.GET, target, source, source_offset)
+        return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
 
     def put_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
         """Write many spans, each ``Move(local, remote, remote_offset)``, and learn of each whether it arrived.
@@ -344,17 +346,25 @@ class Client:
     def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None) -> Group:
         def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
             # Nothing begins before all of them make sense.
-            parts = [self._part(kind, move) for move in these]
+            plane = self.plane
+            parts = [self._part(plane, kind, move.local, move.remote, move.remote_offset) for move in these]
             left = self._limit(limit)
-            return [self.plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
+            return [plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
 
         return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
 
     def _limit(self, timeout: float | None) -> float:
         return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
 
-    def _part(self, kind: OpKind, move: Move, notify: tuple[int, int] | None = None) -> Part:
-        local, remote, remote_offset = move.local, move.remote, move.remote_offset
+    def _part(
+        self,
+        plane: DataPlane,
+        kind: OpKind,
+        local: Region | Span,
+        remote: RemoteDescriptor,
+        remote_offset: int,
+        notify: tuple[int, int] | None = None,
+    ) -> Part:
         right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
         if isinstance(local, Span):
             region, offset, length = local.region, local.offset, local.length
@@ -362,7 +372,6 @@ class Client:
             region, offset, length = local, 0, local.length
         else:
             raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
-        plane = self.plane
         region.require(plane)
         if not isinstance(remote, RemoteDescriptor):
             hint = "RemoteDescriptor.from_dict makes one of a dict"

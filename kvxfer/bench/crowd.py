@@ -15,6 +15,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from kvxfer.bench.target import POOL_NAME, answer
 from kvxfer.client import Client
 from kvxfer.config import Config
@@ -71,4 +73,4 @@ async def run(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(json.loads(sys.argv[1])))
+    uvloop.run(run(json.loads(sys.argv[1])))

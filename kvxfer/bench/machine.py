@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -42,5 +43,6 @@ def describe() -> dict[str, str]:
         "tcp congestion control of the host": _read("/proc/sys/net/ipv4/tcp_congestion_control") or "unknown",
         "transparent hugepages": chosen,
         "Python": platform.python_version(),
+        "event loop of both sides": f"uvloop {importlib.metadata.version('uvloop')}",
         "load when it began": load[0] if load else "unknown",
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from kvxfer.bench.work import Layout, checksum, fill
 from kvxfer.client import local
@@ -110,4 +111,4 @@ async def serve(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(json.loads(sys.argv[1])))
+    uvloop.run(serve(json.loads(sys.argv[1])))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from kvxfer.errors import UsageError
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for name in (args.json, args.html, args.save_baseline):
         if name is not None:
             writable(Path(name))
-    result = asyncio.run(Run(plan).execute())
+    result = uvloop.run(Run(plan).execute())  # as the daemon and most engines of this field do
     print(table.text(result))
     verdicts = goals.judge(result.rows) if args.goals else []
     if args.goals:

@@ -76,6 +76,13 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def forks() -> int:
+    """How many forks lie between this process and the first that loaded the engine; asking for the pid costs a
+    system call.
+    """
+    return _forks
+
+
 # A kvx_event in the order of `Event`: reading them by name costs three times as much, and there is one per transfer.
 EVENT = struct.Struct("=IiQQQQQii")
 assert EVENT.size == ffi.sizeof("kvx_event")

@@ -1,8 +1,10 @@
 """The harness of the conformance suite: two engines and one transport between them.
 
-A transport joins the suite by its name in `TRANSPORTS`; nothing else is written per transport. The cases are in
-`conformance_moving.py`, `conformance_refusing.py` and `conformance_ending.py`, and run from `test_conformance.py`.
-`loop` reaches its own engine only, so there both sides are one.
+A transport joins the suite by its name in `TRANSPORTS` (`conformance_pairs.py`); nothing else is written per transport.
+The cases are in `conformance_moving.py`, `conformance_refusing.py` and `conformance_ending.py`, and run from
+`test_conformance.py`. `loop` reaches its own engine only, so there both sides are one.
+
+"shm@process": the owner is in another process (`owner_process.py`), one for all cases, with fresh engines for each.
 
 "hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go.
 Those need (simulated) cards and a process of their own: `hixl_suite.py`.
@@ -15,21 +17,19 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import pytest
-import pytest_asyncio
 
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
 from tests.native.device_bytes import DeviceBytes
 
-TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp")
-if "KVXFER_CONFORMANCE" in os.environ:
-    TRANSPORTS = tuple(os.environ["KVXFER_CONFORMANCE"].split(","))
+if TYPE_CHECKING:
+    from tests.native.owner_process import Owners
+
 LIMIT_S = 10.0
 READ, WRITE, BOTH = 1, 2, 3
 KIB, MIB = 1024, 1 << 20
@@ -56,39 +56,15 @@ def segments(*rows: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
     return np.array(rows, dtype=np.uint64).reshape(-1, 3)
 
 
-class Side:
-    """An engine and what it said without being asked."""
+class Heard:
+    """What an engine said without being asked."""
 
-    def __init__(
-        self,
-        directory: Path,
-        transports: tuple[str, ...],
-        kind: MemoryKind = MemoryKind.DRAM,
-        device: int | None = None,
-        **changes: Any,
-    ) -> None:
-        self.kind, self.device = kind, device
-        values: dict[str, Any] = {
-            "engine_id": os.urandom(16),
-            "transports": transports,
-            "socket_dir": str(directory),
-            "copy_threads": 1,
-            "tcp_threads": 1,
-            "tcp_streams": 2,
-            "inline_bytes_max": INLINE_MAX,
-            "nt_bytes_min": 256 * KIB,
-            "chunk_bytes": 64 * KIB,
-            "frame_bytes": 64 * KIB,
-            "connect_ms": 3000,
-            "cancel_ms": 500,
-        }
-        self.engine = Engine(EngineConfig(**(values | changes)))
+    def __init__(self) -> None:
         self.events: list[Event] = []
         self.listener: Callable[[Event], None] | None = None
         self._arrived = asyncio.Event()
-        self.engine.attach(asyncio.get_running_loop(), self._on_event)
 
-    def _on_event(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
         if self.listener is not None:
             self.listener(event)
         self.events.append(event)
@@ -107,6 +83,38 @@ class Side:
 
         return await within(find())
 
+
+class Side(Heard):
+    """An engine, its memory, and what it said."""
+
+    def __init__(
+        self,
+        directory: Path,
+        transports: tuple[str, ...],
+        kind: MemoryKind = MemoryKind.DRAM,
+        device: int | None = None,
+        **changes: Any,
+    ) -> None:
+        super().__init__()
+        self.kind, self.device = kind, device
+        values: dict[str, Any] = {
+            "engine_id": os.urandom(16),
+            "transports": transports,
+            "socket_dir": str(directory),
+            "copy_threads": 1,
+            "tcp_threads": 1,
+            "tcp_streams": 2,
+            "inline_bytes_max": INLINE_MAX,
+            "nt_bytes_min": 256 * KIB,
+            "chunk_bytes": 64 * KIB,
+            "frame_bytes": 64 * KIB,
+            "connect_ms": 3000,
+            "cancel_ms": 500,
+        }
+        self.engine = Engine(EngineConfig(**(values | changes)))
+        self.engine.attach(asyncio.get_running_loop(), lambda event: self.hear(event))
+        self._seen: list[tuple[int, ...]] = []
+
     def alloc(self, length: int) -> tuple[RegionInfo, Bytes]:
         """A new region and its bytes."""
         region = self.engine.alloc(length, kind=self.kind, device=self.device)
@@ -114,14 +122,26 @@ class Side:
             return region, cast(Bytes, DeviceBytes(self.engine, region))
         return region, np.frombuffer(self.engine.buffer(region), dtype=np.uint8)
 
-    def register(self, length: int) -> tuple[RegionInfo, Bytes]:
-        """The same with memory of our own."""
+    def register(self, length: int, *, read_only: bool = False) -> tuple[RegionInfo, Bytes]:
+        """The same with memory of our own; pages of it that nobody touches take no memory."""
         memory = np.zeros(length, dtype=np.uint8)
-        return self.engine.register(memory.ctypes.data, length), memory
+        return self.engine.register(memory.ctypes.data, length, read_only=read_only), memory
 
     def make(self, how: str, length: int) -> tuple[RegionInfo, Bytes]:
         ours = how == "alloc" or self.kind != MemoryKind.DRAM  # registering device memory: test_hixl.py
         return self.alloc(length) if ours else self.register(length)
+
+    def watch(self, memory: Bytes, *places: int) -> None:
+        """At each notification from now on, look at once what stands in these places."""
+
+        def look(event: Event) -> None:
+            self._seen.append((event.tag, *(int(memory[place]) for place in places)))
+
+        self.listener = look
+
+    def watched(self) -> list[tuple[int, ...]]:
+        """Tags, each with what was seen."""
+        return self._seen
 
     def close(self) -> None:
         self.engine.close()
@@ -129,10 +149,17 @@ class Side:
 
 
 class Pair:
-    """Owner (whose memory is reached) and initiator, with one transport under test."""
+    """Owner (whose memory is reached) and initiator, with one transport under test.
 
-    def __init__(self, directory: Path, name: str) -> None:
+    With a process for the owners, what has the type of a `Side` on that side is its handle.
+    """
+
+    def __init__(self, directory: Path, name: str, owners: Owners | None = None) -> None:
         self.directory = directory
+        name, _, where = name.partition("@")
+        assert where in ("", "process")
+        self.owners = owners if where else None
+        assert bool(where) == (self.owners is not None)
         transport, _, rest = name.partition(":")
         kinds, _, way = rest.partition(":")
         owner, _, initiator = (kinds or "dram-dram").partition("-")
@@ -156,9 +183,18 @@ class Pair:
         device = None if kind == MemoryKind.DRAM else which
         if self.way:
             changes["device_ipc"] = self.way == "copy"
-        made = Side(self.directory, (self.transport,), kind, device, **changes)
+        arguments = (self.directory, (self.transport,), kind, device)
+        if which == 0 and self.owners is not None:
+            made = cast(Side, self.owners.open(*arguments, **changes))
+        else:
+            made = Side(*arguments, **changes)
         self._sides.append(made)
         return made
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that take part."""
+        return [os.getpid()] + ([] if self.owners is None else [self.owners.pid])
 
     @property
     def owner(self) -> Side:
@@ -267,13 +303,3 @@ def short_directory() -> Any:
         yield directory
     finally:
         shutil.rmtree(directory)
-
-
-@pytest_asyncio.fixture(params=TRANSPORTS)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    with short_directory() as directory:
-        made = Pair(directory, request.param)
-        try:
-            yield made
-        finally:
-            made.close()

@@ -16,7 +16,7 @@ import pytest
 from kvxfer.errors import BusyError, ClosedError, KvxferError, RegionBusy, Revoked, UnknownRegion, UnknownTransfer
 from kvxfer.native.engine import EventKind, OpKind
 from kvxfer.native.status import Status
-from tests.native.conformance import BOTH, KIB, MIB, Outcome, Pair, Reach, settled, within
+from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, Outcome, Pair, Reach, settled, within
 
 VICTIM = Path(__file__).with_name("victim.py")
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,7 @@ async def test_cancelling_what_is_done_changes_nothing(pair: Pair) -> None:
 async def test_after_a_revoke_no_byte_moves(pair: Pair, how: str) -> None:
     reach = await pair.reach(BIG, how=how)
     reach.fill()
+    assert (await settled(reach.put(0, 0, INLINE_MAX + 1))).status == 0  # whatever is connected late is connected now
     outcomes = [reach.put(0, 0, BIG) for _ in range(3)]
     event = await within(pair.owner.engine.revoke(reach.grant.id))
     assert (event.kind, event.status, event.id) == (EventKind.REVOKE, 0, reach.grant.id)
@@ -337,23 +338,27 @@ async def test_closing_a_peer_while_it_imports(pair: Pair) -> None:
     assert (await within(pair.owner.engine.revoke(grant.id))).status == 0
 
 
+def held(pid: int) -> tuple[int, int, int]:
+    """Descriptors, threads and mapped memory files of a process."""
+    of = Path(f"/proc/{pid}")
+    mappings = sum("memfd:kvxfer" in line for line in (of / "maps").read_text().splitlines())
+    return len(os.listdir(of / "fd")), len(os.listdir(of / "task")), mappings
+
+
 async def test_nothing_is_left(pair: Pair) -> None:
-    def mappings() -> int:
-        text = Path("/proc/self/maps").read_text()
-        return sum("memfd:kvxfer" in line for line in text.splitlines())
-
-    def state() -> tuple[int, int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings()
-
-    before = state()
+    before = [held(pid) for pid in pair.pids]
     reach = await pair.reach(MIB)
     reach.put(0, 0, MIB)
-    assert state() != before
+    assert all(held(pid) != then for pid, then in zip(pair.pids, before, strict=True))
     del reach.mine_bytes, reach.remote_bytes
     pair.close()
 
     async def settle() -> None:  # a joined thread leaves /proc a moment later, also those of earlier tests
-        while any(now > then for now, then in zip(state(), before, strict=True)):
+        while any(
+            now > then
+            for pid, those in zip(pair.pids, before, strict=True)
+            for now, then in zip(held(pid), those, strict=True)
+        ):
             await asyncio.sleep(0.002)
 
     await within(settle())

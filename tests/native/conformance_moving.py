@@ -111,8 +111,7 @@ async def test_many_operations_at_once(pair: Pair) -> None:
 
 async def test_offsets_beyond_four_gib(pair: Pair) -> None:
     length, at = 5 << 30, (4 << 30) + 12345
-    theirs = np.zeros(length, dtype=np.uint8)  # pages that nobody touches take no memory
-    remote = pair.owner.engine.register(theirs.ctypes.data, length)
+    remote, theirs = pair.owner.register(length)
     mine, mine_bytes = pair.initiator.alloc(MIB)
     grant = pair.owner.engine.grant(remote.id, 4096, length - 4096, 3)
     import_ = await pair.import_(await pair.connect(), grant)
@@ -175,17 +174,12 @@ async def test_a_notification_needs_no_particular_right(pair: Pair, access: int)
 async def test_a_notification_comes_after_its_bytes(pair: Pair, length: int) -> None:
     reach = await pair.reach(3 * MIB)
     rounds = 20
-    seen: list[tuple[int, int, int]] = []
-
-    def look(event: Event) -> None:
-        seen.append((event.tag, int(reach.remote_bytes[0]), int(reach.remote_bytes[length - 1])))
-
-    pair.owner.listener = look
+    pair.owner.watch(reach.remote_bytes, 0, length - 1)
     for number in range(1, rounds + 1):
         reach.mine_bytes[:length] = number
         assert (await settled(reach.put(0, 0, length, notify=(number, 0)))).status == 0
         await pair.owner.event(EventKind.NOTIFY)
-    assert seen == [(number, number, number) for number in range(1, rounds + 1)]
+    assert pair.owner.watched() == [(number, number, number) for number in range(1, rounds + 1)]
 
 
 async def test_notifications_keep_their_order(pair: Pair) -> None:

@@ -193,7 +193,8 @@ async def test_read_only_memory(pair: Pair) -> None:
 
 async def test_read_only_memory_can_be_read_by_peers(pair: Pair) -> None:
     memory = np.arange(64 * KIB, dtype=np.uint32).view(np.uint8)
-    region = pair.owner.engine.register(memory.ctypes.data, memory.nbytes, read_only=True)
+    region, theirs = pair.owner.register(memory.nbytes, read_only=True)
+    theirs[:] = memory
     grant = pair.owner.engine.grant(region.id, 0, memory.nbytes, READ)
     mine, mine_bytes = pair.initiator.alloc(memory.nbytes)
     import_ = await pair.import_(await pair.connect(), grant)

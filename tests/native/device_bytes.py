@@ -1,27 +1,36 @@
-"""Memory of a device in the clothes of a numpy array, as far as the tests need them: each look is a copy."""
+"""Memory of a device, or of another process, in the clothes of a numpy array, as far as the tests need them: each look
+is a copy."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.native.engine import Engine, RegionInfo
+from kvxfer.native.engine import RegionInfo
+
+
+class Copies(Protocol):
+    """An engine, as far as this goes."""
+
+    def read_into(self, region: int, offset: int, target: Any) -> None: ...
+
+    def write(self, region: int, offset: int, data: Any) -> None: ...
 
 
 class DeviceBytes:
-    """All bytes of a region that the CPU cannot touch."""
+    """All bytes of a region that this process cannot touch."""
 
-    def __init__(self, engine: Engine, region: RegionInfo) -> None:
-        self._engine, self._region = engine, region
+    def __init__(self, engine: Copies, region: RegionInfo) -> None:
+        self._engine, self.region = engine, region
 
     def __len__(self) -> int:
-        return self._region.length
+        return self.region.length
 
     def copy(self) -> npt.NDArray[np.uint8]:
         out = np.empty(len(self), dtype=np.uint8)
-        self._engine.read_into(self._region.id, 0, out)
+        self._engine.read_into(self.region.id, 0, out)
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -37,13 +46,13 @@ class DeviceBytes:
     def __getitem__(self, key: int | slice) -> Any:
         start, length = self._span(key)
         out = np.empty(length, dtype=np.uint8)
-        self._engine.read_into(self._region.id, start, out)
+        self._engine.read_into(self.region.id, start, out)
         return out if isinstance(key, slice) else out[0]
 
     def __setitem__(self, key: int | slice, value: Any) -> None:
         start, length = self._span(key)
         data = np.ascontiguousarray(np.broadcast_to(np.asarray(value).astype(np.uint8), (length,)))
-        self._engine.write(self._region.id, start, data)
+        self._engine.write(self.region.id, start, data)
 
     def __eq__(self, other: object) -> Any:
         return self.copy() == other

@@ -1,4 +1,4 @@
-"""The conformance suite over hixl: run by `test_hixl_conformance.py` in a process that sees simulated cards."""
+"""The conformance suite where simulated cards are seen: run by `test_hixl_conformance.py`, `test_tcp_stage.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.register_assert_rewrite(
     "tests.native.conformance_moving", "tests.native.conformance_refusing", "tests.native.conformance_ending"
 )
 
-from tests.native.conformance import pair  # noqa: E402, F401
 from tests.native.conformance_ending import *  # noqa: E402, F403
 from tests.native.conformance_moving import *  # noqa: E402, F403
+from tests.native.conformance_pairs import owners, pair  # noqa: E402, F401
 from tests.native.conformance_refusing import *  # noqa: E402, F403

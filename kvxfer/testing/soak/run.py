@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +18,20 @@ from typing import Any
 
 from kvxfer.errors import DaemonUnavailable, KvxferError, TransferTimeout
 from kvxfer.testing.processes import Daemon, daemon, python_process
-from kvxfer.testing.soak.choices import Flow, Trouble, flows, trouble
+from kvxfer.testing.soak.choices import KINDS, Flow, Trouble, flows, trouble
 from kvxfer.testing.soak.judge import Series, Verdict, judge_all
 from kvxfer.testing.soak.ledger import Wrongs
-from kvxfer.testing.soak.side import process_sample
+from kvxfer.testing.soak.side import REST_S, process_sample
 from kvxfer.testing.worker import Remote, WorkerFailed
 
 ANSWER_S = 120.0
-DAEMON_ATTEMPTS = 3
+STARTS = 3  # a process that does not come up on a machine that has other things to do is started again
+END_S = 30.0  # for a process that was told to end, or killed
+LONGER_S = 60.0  # a run goes on for so long at most until each kind of traffic was done once
 ROUND, MORTAL_ROUND = 600, 96
 PATIENCE_S = {False: 8.0, True: 1.5}  # of a lane where nobody dies, and of the other
 SEED_A, SEED_B = 11, 22
-OWN_DOING = {"cancelled", "timeout", "stuck"}
+OWN_DOING = {"cancelled", "timeout", "stalled", "stuck"}  # a side that gave up, or waited no longer, need not know
 FAULTS = "seed=1,fail_rate=0.01,short_rate=0.01,flip_rate=0.01,hang_rate=0.005,delay_ms=0..2"
 DAEMON = {
     "drain_s": "0.3",
@@ -61,12 +63,34 @@ class Tally:
     wrongs: Wrongs = field(default_factory=Wrongs)
     table: dict[str, Series] = field(default_factory=dict)
     grown: dict[str, dict[str, int]] = field(default_factory=dict)  # objects by worker and type, since the warm-up
+    running: dict[str, list[str]] = field(default_factory=dict)  # names of tasks at rest, by worker
 
-    def sampled(self, who: str, found: dict[str, Any]) -> None:
+    @property
+    def never_done(self) -> list[str]:
+        """Kinds of traffic of which not one was done, on neither side."""
+        done = {name.split()[0] for name in self.outcomes if name.endswith(" done")}
+        return sorted(set(KINDS) - done)
+
+    def sampled(self, who: str, found: dict[str, Any], *, closing: bool = False) -> None:
         """One look at a process at rest."""
         self.grown[who] = found.pop("grown", {})
+        self.running[who] = found.pop("running", [])
         for name, value in found.items():
-            self.table.setdefault(f"{who} {name}", Series()).add(self.transfers, float(value))
+            series = self.table.setdefault(f"{who} {name}", Series())
+            series.add(self.transfers, float(value))
+            if closing:
+                series.closing = float(value)
+
+
+async def patiently(start: Callable[[], Awaitable[None]]) -> None:
+    """Start a process, and again when it did not come up in time."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            await start()
+            break
+        except (DaemonUnavailable, TransferTimeout, WorkerFailed):
+            if attempt == STARTS:
+                raise
 
 
 class Worker:
@@ -80,6 +104,9 @@ class Worker:
 
     async def start(self) -> None:
         """A new process."""
+        await patiently(self._start)
+
+    async def _start(self) -> None:
         await self._stack.aclose()
         self._stack = AsyncExitStack()
         process = await self._stack.enter_async_context(
@@ -104,6 +131,11 @@ class Lane:
         self.name, self.a, self.b, self.maps, self.mortal = name, a, b, maps, mortal
         self.number = 0
 
+    @property
+    def survivors(self) -> list[Worker]:
+        """Those that live as long as the run."""
+        return [self.a] if self.mortal else [self.a, self.b]
+
 
 class Soak:
     """One run."""
@@ -120,11 +152,20 @@ class Soak:
         """Until the end."""
         return self.began + self.plan.minutes * 60 - time.monotonic()
 
+    @property
+    def goes_on(self) -> bool:
+        """There is time left, or something that has not yet been seen to work."""
+        return self.left_s > 0 or (self.left_s > -LONGER_S and bool(self.tally.never_done))
+
     async def start_daemon(self, side: str) -> None:
         """A new process on the same socket."""
-        stack = AsyncExitStack()
-        found = await stack.enter_async_context(daemon(self.directory / side, name=f"daemon-{side}", **DAEMON))
-        self.daemons[side] = (stack, found)
+
+        async def start() -> None:
+            stack = AsyncExitStack()
+            found = await stack.enter_async_context(daemon(self.directory / side, name=f"daemon-{side}", **DAEMON))
+            self.daemons[side] = (stack, found)
+
+        await patiently(start)
 
     @asynccontextmanager
     async def lanes(self) -> AsyncIterator[list[Lane]]:
@@ -162,12 +203,23 @@ class Soak:
                 for lane in lanes:
                     group.create_task(self.play(lane))
                 group.create_task(self.watch())
+            await self.close(lanes)
+        for kind in self.tally.never_done:
+            self.tally.wrongs.add(f"no {kind} was ever done")
         return judge_all(self.tally.table)
+
+    async def close(self, lanes: list[Lane]) -> None:
+        """The last look at who lives on, when all that ends by itself has ended."""
+        for lane in lanes:
+            closing_s = PATIENCE_S[lane.mortal] + REST_S
+            for worker in lane.survivors:
+                found = await worker.remote.do("sample", closing_s=closing_s)
+                self.tally.sampled(worker.name, found, closing=True)
 
     async def watch(self) -> None:
         """A line every few seconds."""
-        while self.left_s > 0:
-            await asyncio.sleep(min(self.plan.report_s, max(0.05, self.left_s)))
+        while self.goes_on:
+            await asyncio.sleep(min(self.plan.report_s, max(1.0, self.left_s)))
             self.look_at_daemons()
             print(self.progress(), flush=True)
 
@@ -189,7 +241,7 @@ class Soak:
 
     async def play(self, lane: Lane) -> None:
         """Rounds until the time is up."""
-        while self.left_s > 0:
+        while self.goes_on:
             count = MORTAL_ROUND if lane.mortal else self.plan.round_flows
             chosen = flows(
                 self.plan.seed, lane.name, lane.number, count, maps=lane.maps, patience=PATIENCE_S[lane.mortal]
@@ -214,8 +266,7 @@ class Soak:
         self.compare(lane, chosen, outcomes)
         if what is not None and what.victim:
             await self.mend(lane, what)
-        survivors = [lane.a] if lane.mortal else [lane.a, lane.b]
-        for worker in survivors:
+        for worker in lane.survivors:
             self.tally.sampled(worker.name, await worker.remote.do("sample"))
 
     async def side(
@@ -254,20 +305,15 @@ class Soak:
         await asyncio.sleep(what.after_s)
         process = lane.b.remote.process if what.victim == "worker" else self.daemons["m"][1].process
         process.send_signal(9 if what.signal == "KILL" else 15)
-        await process.wait()
+        await process.wait(END_S)
         self.tally.kills[what.victim] += 1
         if what.victim == "daemon":
             await self.mend_daemon()
 
     async def mend_daemon(self) -> None:
+        """A new daemon in the victim's place."""
         await self.stop_daemon("m")
-        for attempt in range(DAEMON_ATTEMPTS):
-            try:
-                await self.start_daemon("m")
-                break
-            except DaemonUnavailable:  # a machine that has other things to do
-                if attempt == DAEMON_ATTEMPTS - 1:
-                    raise
+        await self.start_daemon("m")
 
     async def mend(self, lane: Lane, what: Trouble) -> None:
         """A new process in the victim's place."""

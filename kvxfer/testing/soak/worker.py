@@ -18,15 +18,16 @@ from kvxfer.region import Region
 from kvxfer.tasks import TaskOwner
 from kvxfer.testing.soak.choices import Flow
 from kvxfer.testing.soak.ledger import FREE_BYTE
-from kvxfer.testing.soak.side import BLOCKS, SOURCE_BYTES, SPAN_BYTES, Side, noise, request_bytes, table_of
+from kvxfer.testing.soak.side import BLOCKS, REST_S, SOURCE_BYTES, SPAN_BYTES, Side, noise, request_bytes, table_of
 from kvxfer.testing.worker import serve
 from kvxfer.transfer import RUNNING, Transfer
 
 AT_ONCE = 32
 LEASE_S = 1.5  # of what nobody may come for
 GRACE_S = 0.3  # in which a side notices by itself that the other one has given up
-STUCK_S = 30.0
+STEPS_MAX = 4  # waits of a flow one after the other, each of them at most as long as the lane's patience
 SCRIBBLE = 0x5A
+Play = Callable[[Flow], Awaitable[str | None]]
 
 
 class Worker(Side):
@@ -63,18 +64,19 @@ class Worker(Side):
         return {"outcomes": found, "wrong": self.wrongs.count, "first": self.wrongs.first}
 
     async def _bounded(self, side: str, flow: Flow, room: asyncio.Semaphore, outcomes: dict[str, list[str]]) -> None:
-        play: Callable[[Flow], Awaitable[None]] = getattr(self, f"{flow.kind}_{side}")
+        play: Play = getattr(self, f"{flow.kind}_{side}")
         task = self._tasks.run(self._named(play, flow), f"{flow.name} inner")
         end = None
         if flow.cancel_s is not None and flow.kind not in ("put", "get", "churn"):
             work = self._give_up(flow, task) if flow.by == side else self._other_gave_up(flow, task)
             end = self._tasks.run(work, f"{flow.name} end")
             self._ends.append(end)
-        done, _ = await asyncio.wait([task], timeout=STUCK_S)
+        stuck_s = STEPS_MAX * self._patience + 2 * REST_S
+        done, _ = await asyncio.wait([task], timeout=stuck_s)
         if not done:
             self.wrongs.add(f"{flow.name} {flow.kind} {side}: stuck")
             task.cancel()
-            await asyncio.wait([task], timeout=STUCK_S)
+            await asyncio.wait([task], timeout=stuck_s)
             outcomes.setdefault(flow.name, []).append("stuck")
         else:
             outcomes.setdefault(flow.name, []).append("cancelled" if task.cancelled() else task.result())
@@ -96,9 +98,10 @@ class Worker(Side):
             await asyncio.sleep(GRACE_S)
             task.cancel()
 
-    async def _named(self, play: Callable[[Flow], Awaitable[None]], flow: Flow) -> str:
+    async def _named(self, play: Play, flow: Flow) -> str:
+        """How it ended for this side: what the other one told, for a side that only lends memory."""
         try:
-            await play(flow)
+            return await play(flow) or "done"
         except KvxferError as error:
             return error.code
         except asyncio.CancelledError:
@@ -106,7 +109,6 @@ class Worker(Side):
         except Exception as bug:
             self.wrongs.add(f"{flow.name} {flow.kind}: {bug!r}")
             return "bug"
-        return "done"
 
     # -- telling each other -----------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class Worker(Side):
         if transfer.error is not None:
             raise transfer.error
 
-    async def put_b(self, flow: Flow) -> None:
+    async def put_b(self, flow: Flow) -> str:
         """Lend a span; when it was not written to its end, the pattern written at once must stay."""
         taken = self.spans.take(1, flow.name)
         begin = taken[0] * SPAN_BYTES
@@ -174,11 +176,12 @@ class Worker(Side):
                         self._same(flow, mine)
                 elif flow.cancel_s is None or flow.by == "a":
                     await self._stays(flow, mine)
+                return str(state)
         finally:
             await self._take_back(self.sink, descriptor)
             self.spans.give(taken)
 
-    async def get_a(self, flow: Flow) -> None:
+    async def get_a(self, flow: Flow) -> str:
         """Lend a part of the source."""
         descriptor = self.source.descriptor("r", offset=self._offset(flow), length=flow.length)
         try:
@@ -186,7 +189,7 @@ class Worker(Side):
             if flow.cancel_s is not None and flow.by == "a":
                 await asyncio.sleep(flow.cancel_s)
                 await self.source.revoke(descriptor)
-            await self._hear(f"{flow.name}-o")
+            return str((await self._hear(f"{flow.name}-o"))["state"])
         finally:
             await self._take_back(self.source, descriptor)
 

@@ -42,6 +42,30 @@ def test_one_jump_and_one_spike_are_no_slope() -> None:
     assert judge("rss_kib", series(warm_up), RSS).flat
 
 
+def test_what_fills_up_and_stops_is_no_leak_and_one_that_begins_late_is() -> None:
+    fills = [50_000.0 + min(at, 60) * 100 for at in range(100)]
+    assert slope(series(fills).settled) * PER_TRANSFERS > 2 * MIB
+    assert judge("rss_kib", series(fills), RSS).flat
+    late = [50_000.0 + max(0, at - 40) * 300 for at in range(100)]
+    assert "rises to the end" in judge("rss_kib", series(late), RSS).why
+
+
+@pytest.mark.parametrize("name", ["w rss_kib", "w shmem_kib", "w maps", "w objects"])
+def test_an_amount_is_judged_when_caches_had_time_to_fill(name: str) -> None:
+    short, long = series([1e6 * at for at in range(20)], 500), series([1e6 * at for at in range(50)], 500)
+    (too_short,) = judge_all({name: short})
+    assert (too_short.judged, too_short.flat) == (False, True)
+    (leak,) = judge_all({name: long})
+    assert (leak.judged, leak.flat) == (True, False)
+
+
+def test_the_closing_sample_has_the_last_word() -> None:
+    left, kept = series([1.0] * 10 + [6.0] * 10), series([1.0] * 10 + [6.0] * 10)
+    left.closing, kept.closing = 1.0, 4.0
+    assert judge("w tasks", left, Limit(floor=1)).flat
+    assert judge("w tasks", kept, Limit(floor=1)).why == "never came back to what it was: from 1 to 4"
+
+
 def test_a_small_rise_in_a_short_run_proves_nothing() -> None:
     assert judge("rss_kib", series([1000.0 + 30 * at for at in range(20)], 100), RSS).flat
 
@@ -73,8 +97,9 @@ def test_a_series_is_bounded_and_keeps_its_slope() -> None:
 
 
 def test_nothing_and_too_little_are_flat_and_say_so() -> None:
-    assert judge("x", Series(), RSS).points == 0
-    assert judge("x", series([1.0, 1e9]), RSS).flat
+    nothing, little = judge("x", Series(), RSS), judge("x", series([1.0, 1e9]), RSS)
+    assert (nothing.points, nothing.judged, nothing.flat) == (0, False, True)
+    assert (little.points, little.judged, little.flat) == (1, False, True)
 
 
 def test_choices_follow_from_the_seed() -> None:
