@@ -1,5 +1,5 @@
 """Taking over a landing: a push that came before its decode worker was chosen lies in the daemon's memory; a local
-worker maps that memory and reads it in place. No byte is copied. On an accelerator it is mapped for the worker's kernels."""
+worker maps that memory and reads it in place. No byte is copied. On an accelerator it is mapped for kernels."""
 
 from __future__ import annotations
 

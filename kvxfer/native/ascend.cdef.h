@@ -77,8 +77,9 @@ typedef struct kvx_ascend_api {
     int (*stream_close)(int32_t device, void *stream, bool force, uint32_t *raw_p);
     int (*copy_batch)(int32_t device, void *stream, const kvx_ascend_copy *copies, uint32_t count, uint32_t *raw_p);
     int (*stream_poll)(int32_t device, void *stream, uint32_t *raw_p); /* KVX_OK all done, KVX_PENDING, or an error */
-    /* KVX_OK: nothing moves any more, and the stream is as new. KVX_E_TIMEOUT: the device does not say; leave the
-     * memory alone. */
+    /* KVX_OK: nothing moves any more, and the stream is as new. Anything else: leave the memory alone. KVX_E_TIMEOUT:
+     * the device does not say; other errors: it cannot be asked, it is lost, say. Ask again, or keep the memory for
+     * ever. */
     int (*stream_abort)(int32_t device, void *stream, uint32_t *raw_p);
     /* Device memory for other processes of this host: for that one, KVX_ASCEND_IPC_NOBODY yet, or
      * KVX_ASCEND_IPC_ANYBODY (pid check off). */

@@ -373,12 +373,6 @@ class Engine(Notes):
         self.read_into(region, offset, target)
         return bytes(target)
 
-    def device_count(self) -> int:
-        """How many accelerators this process sees. The first call loads their library; `TransportUnavailable` says
-        why there is none. Callable from any thread.
-        """
-        return regions.device_count(ffi, lib)
-
     def device(self, device: int) -> DeviceInfo:
         """An accelerator as this engine sees it. Asks its driver; callable from any thread."""
         with self._guest() as engine:
@@ -464,9 +458,7 @@ class Engine(Notes):
     def import_(
         self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes, mapped: bool = False
     ) -> tuple[int, asyncio.Future[Event]]:
-        """Start to make a remote grant usable; an import handle and the future of its outcome. ``mapped``: a device's
-        memory for `device_mapping`, or it fails.
-        """
+        """Start to make a remote grant usable (``mapped``: for `device_mapping`); a handle, the future of its outcome."""
         engine = self._require_loop()
         remote = ffi.new("kvx_remote *", {"grant": grant, "generation": generation, "length": length, "access": access})
         remote.key, remote.flags = key, int(mapped)

@@ -1,9 +1,10 @@
-"""What the engine is told only to be counted, what it tells of an operation before its end, and of what is mapped."""
+"""What the engine is told only to be counted, and what it tells of devices, operations that run, and what is mapped."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import ChoiceKind
 from kvxfer.native.status import error_for
@@ -26,6 +27,12 @@ class Notes:
     def note_late(self, count: int = 1) -> None:
         """So many more operations were done after their deadline: for the counters."""
         lib.kvx_note(self._mine(), lib.KVX_NOTE_LATE, count)
+
+    def device_count(self) -> int:
+        """How many accelerators this process sees. The first call loads their library; `TransportUnavailable` says
+        why there is none. Callable from any thread.
+        """
+        return regions.device_count(ffi, lib)
 
     def progress(self, token: int) -> int:
         """Bytes that a live operation has moved, as far as its transport knows; 0 when there is none."""

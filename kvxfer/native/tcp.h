@@ -57,17 +57,6 @@ void __tsan_read_range(void *address, long length);
 #define TCP_ORDER_ACQUIRE() (void)0
 #endif
 
-/* A grant that is being taken back: every thread ends its accesses, the last one reports. */
-typedef struct tcp_revoke {
-    kvx_grant *grant;
-    _Atomic uint32_t threads_left;
-} tcp_revoke;
-
-typedef struct tcp_revoke_node {
-    struct tcp_revoke_node *next;
-    tcp_revoke *revoke;
-} tcp_revoke_node;
-
 typedef struct tcp_thread {
     tcp_transport *tcp;
     uint32_t index;
@@ -79,11 +68,11 @@ typedef struct tcp_thread {
     tcp_conn *conns;
     tcp_conn *graveyard; /* freed after the current batch of events */
     pthread_mutex_t lock;
-    bool kicked;     /* kick_fd is written and not yet read */
-    tcp_conn *inbox; /* new connections */
-    tcp_conn *kicks; /* connections that may have something to send */
-    tcp_peer *todo;  /* peers whose state has to be looked at; this thread is their home */
-    tcp_revoke_node *revokes;
+    bool kicked;        /* kick_fd is written and not yet read */
+    tcp_conn *inbox;    /* new connections */
+    tcp_conn *kicks;    /* connections that may have something to send */
+    tcp_peer *todo;     /* peers whose state has to be looked at; this thread is their home */
+    kvx_grant *revoked; /* the next one that this thread has to look at; tcp->revoke_lock */
 } tcp_thread;
 
 struct tcp_transport {
@@ -95,6 +84,10 @@ struct tcp_transport {
     uint32_t streams;
     uint32_t threads;
     tcp_thread thread[TCP_THREADS_MAX];
+    /* Grants that are being taken back, oldest first: every thread ends its accesses, in this order, and the last one
+     * reports. So it is always the first that is over. */
+    pthread_mutex_t revoke_lock;
+    kvx_grant *revoke_first, *revoke_last;
     int listen_fd;
     _Atomic bool accept_paused;
     uint64_t accept_retry_ms; /* 0 = no need to try again */
@@ -376,8 +369,8 @@ void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status,
 /* tcp_xfer.c: ops, requests and answers */
 int kvx_tcp_submit(void *transport, kvx_op *op);
 void kvx_tcp_send_waiting(tcp_conn *conn); /* from the owner thread: what waits for a place among the requests */
-bool kvx_tcp_xfer_next(tcp_conn *conn);   /* starts the next request; tx_lock is held */
-void kvx_tcp_xfer_answer(tcp_conn *conn); /* a frame arrived */
+bool kvx_tcp_xfer_next(tcp_conn *conn);    /* starts the next request; tx_lock is held */
+void kvx_tcp_xfer_answer(tcp_conn *conn);  /* a frame arrived */
 void kvx_tcp_xfer_trailer(tcp_conn *conn);
 bool kvx_tcp_xfer_may_write(tcp_conn *conn);
 void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes); /* for the corrupt seam */
