@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer import book as book_module
-from kvxfer import reach as reach_module
-from kvxfer.admission import Admission
-from kvxfer.book import Book
-from kvxfer.client import Client
+from kvxfer.dataplane import reach as reach_module
+from kvxfer.dataplane.admission import Admission
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
-from kvxfer.mailbox import Mailboxes
-from kvxfer.offer import Landing
-from kvxfer.postings import Posting
-from kvxfer.registry import Registry
+from kvxfer.rendezvous import book as book_module
+from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.mailbox import Mailboxes
+from kvxfer.rendezvous.postings import Posting
+from kvxfer.rendezvous.registry import Registry
 from kvxfer.testing.sim.engine import SimEngine
-from kvxfer.transfer import Transfer
+from kvxfer.worker.client import Client
+from kvxfer.worker.offer import Landing
 
 Change = tuple[Any, str, Any]  # owner, name, what stands there instead
 

@@ -21,26 +21,26 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvxfer import client as client_module
-from kvxfer import landing as landing_module
-from kvxfer import link as link_module
-from kvxfer import server as server_module
-from kvxfer.client import Client
 from kvxfer.config import Config
-from kvxfer.dataplane import DataPlane
+from kvxfer.config.paths import daemon_socket
+from kvxfer.dataplane.plane import DataPlane
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import KvxferError
-from kvxfer.link import Link
+from kvxfer.memory.region import Region
 from kvxfer.native.facts import EngineConfig
-from kvxfer.paths import daemon_socket
-from kvxfer.region import Region
-from kvxfer.server import Server
+from kvxfer.net import link as link_module
+from kvxfer.net.link import Link
+from kvxfer.node import landing as landing_module
+from kvxfer.node import server as server_module
+from kvxfer.node.server import Server
 from kvxfer.tasks import TaskOwner
 from kvxfer.testing.sim.data import FLOW, Rows
 from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.testing.sim.invariants import Oracle
 from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
-from kvxfer.transfer import Transfer
+from kvxfer.worker import client as client_module
+from kvxfer.worker.client import Client
 
 PORT = 17800
 LAST_EVENTS = 60
