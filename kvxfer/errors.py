@@ -399,6 +399,13 @@ _NAMED: Mapping[str, type] = {
 }
 
 
+def ended_by_other(code: str, message: str) -> KvxferError:
+    """Why a flow ended that the other side ended, or the daemon of either when it was told to stop."""
+    if code == PeerDraining.code:
+        return TransferCancelled(message, by="draining")
+    return from_code(code or TransferCancelled.code, message, by="peer")
+
+
 def from_code(code: str, message: str, /, **known: Field) -> KvxferError:
     """Rebuild an error that came over the wire; an unknown code becomes the root class with the code in its fields.
 

@@ -31,12 +31,21 @@ LAYERS = (
     ),
     Layer(
         name="limits",
-        modules=("addresses", "config", "config.*", "net.tls", "net.credentials", "node.identity", "memory.numa"),
+        modules=(
+            "addresses",
+            "config",
+            "config.*",
+            "net.tls",
+            "net.credentials",
+            "net.forks",
+            "node.identity",
+            "memory.numa",
+        ),
     ),
     Layer(
         name="decisions",
         modules=(
-            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow"),
+            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow", "net.queues"),
             *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -71,18 +80,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *(
-                    "acceptor",
-                    "dispatch",
-                    "forward",
-                    "gauges",
-                    "http",
-                    "landing",
-                    "landing_memory",
-                    "leftovers",
-                    "metrics",
-                ),
-                *("pool", "server"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("leftovers", "metrics", "pool", "server", "settling"),
             )
         ),
     ),

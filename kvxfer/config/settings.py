@@ -142,6 +142,9 @@ class Config:
     reload_s: float = _seconds(
         5, 0.05, 3600, "How often the files of secret and certificate are looked at for changes."
     )
+    reload_grace_s: float = _seconds(
+        10, 0, 86400, "Connections proved by a secret or an authority that was taken away are closed after this time."
+    )
     namespace: str = _text(
         DEFAULT_NAMESPACE,
         "What this node belongs to; postings of another namespace cannot be seen. For a worker, default: its daemon's.",
@@ -287,6 +290,9 @@ class Config:
     requests_max: int = _int(1024, 1, 65536, "Unanswered requests of one control connection.")
     link_queue_bytes_max: int = _size(
         16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
+    )
+    link_queues_bytes_max: int = _size(
+        256 * MIB, 1 * MIB, 1 << 40, "Bytes that wait to be sent on all control connections of the daemon together."
     )
     frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
     postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")

@@ -3,6 +3,7 @@
  *
  * A lost connection is closed only when nothing of ours moves any more: its end is what tells the owner. */
 #include "hixl.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -59,7 +60,7 @@ static void dial(hixl_peer *peer) {
         connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
         return;
     }
-    int fd = socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     int error = fd < 0 ? errno : 0;
     hixl_conn *conn = fd < 0 ? NULL : kvx_hixl_conn_new(hixl, KVX_STREAM_SIDE_DIALLER, fd);
     if (conn != NULL && connect(fd, (const struct sockaddr *)&peer->address, peer->address_length) != 0 &&

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "hixl.h"
+#include "forks.h"
 #include "tcp.h" /* for its addresses */
 
 #define BACKLOG       256
@@ -44,7 +45,7 @@ static int bound(const hixl_transport *hixl, uint32_t port, struct sockaddr_stor
         errno = EINVAL;
         return -1;
     }
-    int fd = socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (fd < 0) {
         return -1;
     }
@@ -285,7 +286,7 @@ void kvx_hixl_accept(hixl_transport *hixl) {
             listen_arm(hixl, false);
             return;
         }
-        int fd = accept4(hixl->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(hixl->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }

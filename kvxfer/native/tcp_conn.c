@@ -151,7 +151,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     conn->state = TCP_DEAD;
     conn->want_out = false;
     conn->sending = NULL;
-    if (conn->in_owner_set) { /* a fork may keep the socket open, and the set would keep it too */
+    if (conn->in_owner_set) { /* a copy in a forked child would keep it there */
         (void)epoll_ctl(conn->tcp->owner_set, EPOLL_CTL_DEL, conn->fd, NULL);
         conn->in_owner_set = false;
     }

@@ -6,6 +6,7 @@
  * for who owns what. */
 #define _GNU_SOURCE
 #include "tcp.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -212,7 +213,7 @@ static void accept_turn(tcp_transport *tcp) {
             wake_all(tcp); /* deadlines are shorter now */
             return;
         }
-        int fd = accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }

@@ -281,6 +281,7 @@ class Control:
             reply = await shared(pending)
         except asyncio.CancelledError:
             pending.add_done_callback(lambda done: self._claimed_too_late(message.node, done))
+            pending.cancel()  # it gives the claim up; one that was granted on the way is settled when that arrives
             raise
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)

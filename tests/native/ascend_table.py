@@ -319,7 +319,13 @@ def streams() -> None:
     assert read_device(table, hbm, 1024) == data[:1024]
     with refuses(Status.INVALID):
         table.copies(0, stream, [(ffi.NULL, hbm, 16)])
-    # A card that is lost, or a library that cannot be asked, has not said that nothing moves.
+    lost(table, stream, hbm, pinned)
+    table.stream_close(0, stream, False)
+
+
+def lost(table: Table, stream: Any, hbm: Any, pinned: Any) -> None:
+    """A card that is lost, or a library that cannot be asked, has not said that nothing moves."""
+    raw = ffi.new("uint32_t *")
     control(STALL="1")
     table.copies(0, stream, [(hbm, pinned, 1024)])
     for fault, status in (
@@ -338,7 +344,6 @@ def streams() -> None:
     control(FAIL="syncstream:*:507053")
     table.stream_abort(0, stream)
     control()
-    table.stream_close(0, stream, False)
 
 
 def ipc() -> None:

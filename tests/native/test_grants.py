@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import KvxferError
-from kvxfer.native.engine import Engine, EngineConfig, OpKind
+from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind
 from kvxfer.native.status import Status
 from tests.conftest import slack
 
@@ -27,6 +27,11 @@ def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = HERE / "no_memory.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", made, source, "-ldl"], check=True)
     return made
+
+
+async def put(engine: Engine, region: int, handle: int) -> Event:
+    outcome = engine.submit_one(OpKind.PUT, region, handle, 0, 0, LENGTH)
+    return outcome if isinstance(outcome, Event) else await outcome[1]
 
 
 async def main(transport: str, place: str) -> None:
@@ -50,8 +55,7 @@ async def main(transport: str, place: str) -> None:
         )
         assert (await imported).status == 0
         imports.append((grant.id, handle))
-    outcome = near.submit_one(OpKind.PUT, mine.id, imports[0][1], 0, 0, LENGTH)
-    assert (outcome if not isinstance(outcome, tuple) else await outcome[1]).status == 0  # type: ignore[union-attr]
+    assert (await put(near, mine.id, imports[0][1])).status == 0
     none(1)
     try:
         with_nothing = [far.revoke(grant) for grant, _ in imports]
@@ -61,9 +65,8 @@ async def main(transport: str, place: str) -> None:
     assert [event.status for event in events] == [0] * len(imports)
     for _, handle in imports:
         try:
-            outcome = near.submit_one(OpKind.PUT, mine.id, handle, 0, 0, LENGTH)
-            event = outcome if not isinstance(outcome, tuple) else await outcome[1]
-            assert event.status in (Status.REVOKED, Status.UNKNOWN, Status.STALE), event  # type: ignore[union-attr]
+            event = await put(near, mine.id, handle)
+            assert event.status in (Status.REVOKED, Status.UNKNOWN, Status.STALE), event
         except KvxferError as error:
             assert error.status in (Status.REVOKED, Status.NO_IMPORT), error
     none(1)
