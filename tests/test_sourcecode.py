@@ -68,6 +68,7 @@ LAYERS = (
                 "dataplane.choice",
                 "dataplane.idle",
                 "dataplane.mapped",
+                "dataplane.offered",
                 "dataplane.plane",
                 "dataplane.reach",
                 "dataplane.stall",

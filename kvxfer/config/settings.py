@@ -199,6 +199,12 @@ class Config:
     )
     tcp_streams: int = _int(2, 1, 32, "Connections per peer of the tcp transport.")
     tcp_threads: int = _int(2, 1, 64, "Threads that drive the tcp transport.")
+    tcp_encryption: str = _text(
+        "off",
+        'Encrypt what tcp moves: "on" on both sides, or they refuse each other. Takes a control plane that nobody can '
+        "read: certificates, or loopback.",
+        choices=("off", "on"),
+    )
     tcp_congestion: str = _text(
         "reno",
         "Congestion control between processes of this host (one that does not pace); empty: the system's.",
@@ -379,6 +385,11 @@ class Config:
         return host if is_numeric(host) else "127.0.0.1"
 
     @property
+    def encrypts(self) -> bool:
+        """Whether the data path is encrypted."""
+        return self.tcp_encryption == "on"
+
+    @property
     def hixl_bind_host(self) -> str:
         """The numeric address where hixl listens. It is also its engine's name, so what `data_advertise` names first
         takes the place of a wildcard.
@@ -417,6 +428,13 @@ class Config:
                 raise ConfigError(
                     why, key=key, value=host, hint=f"{hint}, or tls_cert, tls_key and tls_ca, or use 127.0.0.1"
                 )
+        if self.encrypts and not is_loopback(self.listen_address.host) and not self.tls_cert:
+            why = (
+                "tcp_encryption is on, and the control plane, which carries the keys, is open to whoever can read its "
+                "packets"
+            )
+            hint = 'set tls_cert, tls_key and tls_ca, or tcp_encryption = "off"'
+            raise ConfigError(why, key="tcp_encryption", value=self.tcp_encryption, hint=hint)
         http = self.http_address
         if http is not None and not http.is_loopback and not self.http_allow_remote:
             why = "http is reachable from other hosts and has no login"

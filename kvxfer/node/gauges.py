@@ -38,6 +38,8 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         name="kvxfer_start_time_seconds", help="When this incarnation began, Unix time.", value=server.started_at
     )
     yield Sample(name="kvxfer_ready", help="1 while this daemon accepts work.", value=server.ready)
+    text = "1 when what tcp moves is encrypted (tcp_encryption)."
+    yield Sample(name="kvxfer_tcp_encryption", help=text, value=server.config.encrypts)
     counts = server.registry.counts()
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
