@@ -25,7 +25,7 @@ NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_
 FROM_CONFIG = (
     *SAME_NUMBERS,
     *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir", "numa_node"),
-    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc"),
+    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc", "tcp_zero_copy"),
 )
 
 
@@ -144,13 +144,14 @@ class EngineConfig:
     cross_memory_attach: bool = True
     hugepages: bool = True
     numa_node: str = ""  # of its threads: a number, "auto", or "" for any
+    tcp_zero_copy: bool = True  # puts lend their pages to the kernel
     device_ipc: bool = True  # map device memory of other processes of this host
 
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
-        attach, huge, ipc = self.cross_memory_attach, self.hugepages, self.device_ipc
-        return int(self.manual) | (0 if attach else 2) | (0 if huge else 4) | (0 if ipc else 8)
+        allowed = (self.cross_memory_attach, self.hugepages, self.device_ipc, self.tcp_zero_copy)
+        return int(self.manual) | sum(2 << bit for bit, it_is in enumerate(allowed) if not it_is)
 
     def fill(self, ffi: Any, native: Any) -> list[Any]:
         """Write into a ``kvx_engine_config``; the result keeps its strings alive."""

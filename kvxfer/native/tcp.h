@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_stage.c tcp_owner.c).
+ * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -127,18 +127,28 @@ typedef struct tcp_tx {
     bool bulk; /* a payload and a trailer follow the head */
     bool check;
     bool corrupt;   /* flip a bit of the first payload byte */
+    bool lent;      /* the payload's pages are lent to the kernel: tcp_splice.c */
     bool zeros;     /* the memory was taken back: the rest of the payload is zeros */
     int32_t status; /* for the trailer */
     uint32_t head_length, head_sent, trailer_sent;
     uint32_t crc;
     uint64_t payload_sent, payload_length;
-    uint64_t counter;    /* of frames and trailers sent */
-    kvx_spans spans;     /* next byte to send */
-    kvx_spans crc_spans; /* next byte to add to the checksum */
+    uint64_t counter;     /* of frames and trailers sent */
+    kvx_spans spans;      /* next byte to send */
+    kvx_spans crc_spans;  /* next byte to add to the checksum */
+    kvx_spans lend_spans; /* next byte to lend */
     uint8_t key[KVX_KEY_BYTES];
     uint8_t trailer[KVX_STREAM_TRAILER_BYTES];
     uint8_t head[KVX_STREAM_HEAD_MAX];
 } tcp_tx;
+
+/* What lies between our pages and the socket: see tcp_splice.c. */
+typedef struct tcp_pipe {
+    bool made;
+    bool refused; /* the kernel would not: payloads are copied */
+    int in, out;
+    uint64_t held; /* bytes in it */
+} tcp_pipe;
 
 /* One frame that a dialler has sent or is sending. */
 typedef struct tcp_request {
@@ -210,6 +220,7 @@ struct tcp_conn {
     pthread_mutex_t tx_lock;
     tcp_tx tx;
     tcp_stage tx_stage;
+    tcp_pipe lane;
 
     /* receiving: rx_lock on a dialler, an acceptor's are the thread's only */
     pthread_mutex_t rx_lock;
@@ -349,6 +360,11 @@ bool kvx_tcp_tx_append(tcp_conn *conn, const kvx_frame *frame, const uint8_t *ke
 bool kvx_tcp_send_now(tcp_conn *conn, const void *bytes, size_t length); /* all or false */
 void kvx_tcp_send_bye(tcp_conn *conn);                                   /* when nothing is half sent */
 
+/* tcp_splice.c; tx_lock is held, on the connection's thread */
+void kvx_tcp_lend_begin(tcp_conn *conn);   /* a frame was started: will its payload be lent? */
+ssize_t kvx_tcp_lend_some(tcp_conn *conn); /* of a payload that is; as sendmsg */
+void kvx_tcp_pipe_free(tcp_pipe *lane);
+
 /* tcp_serve.c: the acceptor */
 void kvx_tcp_serve_frame(tcp_conn *conn);
 bool kvx_tcp_serve_may_write(tcp_conn *conn); /* before each piece of a payload: is the access still good? */
@@ -376,8 +392,8 @@ void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status,
 /* tcp_xfer.c: ops, requests and answers */
 int kvx_tcp_submit(void *transport, kvx_op *op);
 void kvx_tcp_send_waiting(tcp_conn *conn); /* from the owner thread: what waits for a place among the requests */
-bool kvx_tcp_xfer_next(tcp_conn *conn);   /* starts the next request; tx_lock is held */
-void kvx_tcp_xfer_answer(tcp_conn *conn); /* a frame arrived */
+bool kvx_tcp_xfer_next(tcp_conn *conn);    /* starts the next request; tx_lock is held */
+void kvx_tcp_xfer_answer(tcp_conn *conn);  /* a frame arrived */
 void kvx_tcp_xfer_trailer(tcp_conn *conn);
 bool kvx_tcp_xfer_may_write(tcp_conn *conn);
 void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes); /* for the corrupt seam */
