@@ -48,7 +48,10 @@ def run(rounds: int) -> None:
         print(
             f"{transport}: {BLOCK_BYTES} byte put awaited in asyncio, two processes: p50 {p50:.1f} us, p99 {p99:.1f} us"
         )
-    for what, statement in (("import kvxfer", "import kvxfer"), ("import kvxfer.client", "import kvxfer.client")):
+    for what, statement in (
+        ("import kvxfer", "import kvxfer"),
+        ("import kvxfer.worker.client", "import kvxfer.worker.client"),
+    ):
         print(f"{what}: {import_ms(statement, rounds):.0f} ms beside an empty interpreter")
     started = [asyncio.run(daemon_ready_ms()) for _ in range(rounds)]
     print(f"daemon: ready {statistics.median(started):.0f} ms after its process was started")

@@ -17,15 +17,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvxfer.client import Client, local
     from kvxfer.config import Config
+    from kvxfer.dataplane.transfer import Transfer
     from kvxfer.descriptors import RemoteDescriptor, Ticket
     from kvxfer.errors import BusyError, KvxferError, PeerError, TransferError, TransportError, UsageError
     from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
-    from kvxfer.many import Group, Move
+    from kvxfer.memory.region import KVCache, Region, Span
     from kvxfer.planner import contiguous_layout
-    from kvxfer.region import KVCache, Region, Span
-    from kvxfer.transfer import Transfer
+    from kvxfer.worker.client import Client, local
+    from kvxfer.worker.many import Group, Move
 
 __version__ = "0.1.0"
 
@@ -34,25 +34,25 @@ _HOME = {
     "BlockTable": "kvxfer.geometry",
     "BusyError": "kvxfer.errors",
     "CacheLayout": "kvxfer.geometry",
-    "Client": "kvxfer.client",
+    "Client": "kvxfer.worker.client",
     "Config": "kvxfer.config",
     "Geometry": "kvxfer.geometry",
-    "Group": "kvxfer.many",
-    "KVCache": "kvxfer.region",
+    "Group": "kvxfer.worker.many",
+    "KVCache": "kvxfer.memory.region",
     "KvxferError": "kvxfer.errors",
     "LayerPlacement": "kvxfer.geometry",
-    "Move": "kvxfer.many",
+    "Move": "kvxfer.worker.many",
     "PeerError": "kvxfer.errors",
-    "Region": "kvxfer.region",
+    "Region": "kvxfer.memory.region",
     "RemoteDescriptor": "kvxfer.descriptors",
-    "Span": "kvxfer.region",
+    "Span": "kvxfer.memory.region",
     "Ticket": "kvxfer.descriptors",
-    "Transfer": "kvxfer.transfer",
+    "Transfer": "kvxfer.dataplane.transfer",
     "TransferError": "kvxfer.errors",
     "TransportError": "kvxfer.errors",
     "UsageError": "kvxfer.errors",
     "contiguous_layout": "kvxfer.planner",
-    "local": "kvxfer.client",
+    "local": "kvxfer.worker.client",
 }
 
 __all__ = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvxfer.config import Config
-from kvxfer.link import Link, LinkFacts
-from kvxfer.server import Server, embedded_config
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.node.server import Server, embedded_config
 from kvxfer.wire.codec import Message
 from tests.conftest import slack
 

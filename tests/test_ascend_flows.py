@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.dataplane import Part
+from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.geometry import CacheLayout, LayerPlacement
+from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import contiguous_layout
-from kvxfer.region import KVCache
 from kvxfer.testing.nodes import make_cache, read_tokens, scattered, small_geometry
 from kvxfer.testing.processes import python_process
 from kvxfer.testing.worker import Remote, serve

@@ -21,18 +21,23 @@ from tests.source_rules import Layer
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    Layer(name="facts", modules=("errors", "descriptors", "tags"), pure=True),
     Layer(
-        name="limits",
+        name="facts",
         modules=(
-            *("addresses", "options", "config_sources", "config", "paths", "identity", "numa", "tls", "credentials"),
+            *("errors", "descriptors"),
+            *("net", "node", "memory", "dataplane", "worker"),  # the packages themselves: a docstring each
         ),
+        pure=True,
     ),
     Layer(
-        name="pure",
+        name="limits",
+        modules=("addresses", "config", "config.*", "net.tls", "net.credentials", "node.identity", "memory.numa"),
+    ),
+    Layer(
+        name="decisions",
         modules=(
-            *("geometry", "planner", "admission", "spans", "timeline", "early", "wire", "wire.*"),
-            *("registry", "actions", "postings", "book", "routes", "mailbox", "tally", "placement", "allow"),
+            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow"),
+            *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
         ),
@@ -40,30 +45,31 @@ LAYERS = (
     ),
     Layer(name="native", modules=("native", "native.*")),
     Layer(
-        name="asyncio",
+        name="control connections",
         modules=(
-            *("deadline", "tasks", "race", "dial", "link", "requests", "listeners", "acceptor", "pool", "http"),
-            *("secure", "stall"),
-            *("forward", "dispatch", "landing", "metrics", "gauges", "leftovers", "server"),
-            *(
-                "memory",
-                "allocation",
-                "region",
-                "transfer",
-                "choice",
-                "idle",
-                "reach",
-                "dataplane",
-                "control",
-                "exchange",
-                "offer",
-                "push",
-                "publish",
-                "adopt",
-            ),
-            *("sharing", "notifications", "mailboxes", "peer", "many", "registering", "client"),
+            *("deadline", "tasks"),
+            *("net.dial", "net.link", "net.listeners", "net.race", "net.requests", "net.secure"),
         ),
     ),
+    Layer(
+        name="memory and transfers",
+        modules=(
+            *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
+            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            "dataplane.transfer",
+        ),
+    ),
+    Layer(
+        name="node",
+        modules=tuple(
+            f"node.{name}"
+            for name in (
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
+                *("pool", "server"),
+            )
+        ),
+    ),
+    Layer(name="worker", modules=("worker.*",)),
     Layer(
         name="doctor",
         modules=(
@@ -75,12 +81,15 @@ LAYERS = (
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
     Layer(name="testing", modules=("testing", "testing.*")),
 )
-SHIM_IMPORTERS = {f"kvxfer.native.{name}" for name in ("engine", "notes", "status", "ascend")}
+SHIM_IMPORTERS = {
+    f"kvxfer.native.{name}" for name in ("life", "memory", "connections", "notes", "engine", "status", "ascend")
+}
 # Who may start a task outside a TaskGroup. Besides the one owner: calls whose work is shielded, so that it outlives a
 # cancelled caller, ends by its own deadline and is then cleaned up by a callback.
 TASK_OWNERS = {
     "kvxfer.tasks",
-    *("kvxfer.client", "kvxfer.control", "kvxfer.publish", "kvxfer.push", "kvxfer.testing.processes"),
+    *(f"kvxfer.worker.{name}" for name in ("client", "control", "publish", "push")),
+    "kvxfer.testing.processes",
 }
 
 # Test files that stand for more than one module, or for something that is not one.

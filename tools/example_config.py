@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 from kvxfer.config import CONFIG_OPTIONS
-from kvxfer.options import Option, format_size
+from kvxfer.config.options import Option, format_size
 
 TARGET = Path(__file__).resolve().parent.parent / "deploy" / "kvxfer.toml"
 HEAD = """\

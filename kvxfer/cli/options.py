@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvxfer.config import CONFIG_OPTIONS, Loaded, load
-from kvxfer.options import Option
+from kvxfer.config.options import Option
 
 METAVARS = {
     "int": "N",

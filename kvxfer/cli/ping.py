@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvxfer.choice import moved
-from kvxfer.client import Client, local
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Loaded, load
+from kvxfer.config.options import nearest
+from kvxfer.dataplane.choice import moved
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
 from kvxfer.native.facts import MemoryKind, TransportInfo
 from kvxfer.native.transports import names_of
-from kvxfer.options import nearest
-from kvxfer.peer import as_node
+from kvxfer.worker.client import Client, local
+from kvxfer.worker.peer import as_node
 
 # What a daemon shares, by the kind of memory that it is in.
 PING_REGIONS = {MemoryKind.DRAM: "kvxfer.ping", MemoryKind.HBM: "kvxfer.ping.device"}

@@ -13,7 +13,7 @@ from kvxfer.config import Config
 from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink
 from kvxfer.doctor.finding import Finding, Group, size, some
 from kvxfer.doctor.hccn import families, parse
-from kvxfer.placement import HEADROOM
+from kvxfer.memory.placement import HEADROOM
 
 NIC_PORT = 16666  # where the port of a card listens, unless it is configured
 SOURCE = "source set_env.sh of the toolkit before the process starts: LD_LIBRARY_PATH is read at the start only"

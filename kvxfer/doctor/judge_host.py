@@ -8,7 +8,7 @@ from errno import EPERM, errorcode
 from kvxfer.config import Config
 from kvxfer.doctor.facts import UNLIMITED, Host
 from kvxfer.doctor.finding import Finding, Group, size, some
-from kvxfer.placement import HEADROOM
+from kvxfer.memory.placement import HEADROOM
 
 OWN_BYTES = 60 << 20  # a daemon without its pools
 MAPS_PER_REGION = 2

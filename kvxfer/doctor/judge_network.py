@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from kvxfer.addresses import is_loopback, is_numeric, is_wildcard, parse_address
 from kvxfer.config import Config
-from kvxfer.credentials import DAY_S, Credentials
 from kvxfer.doctor.facts import Bind, Candidate, Network, PeerSeen, Program, RdmaPort
 from kvxfer.doctor.finding import Finding, Group, size, some
 from kvxfer.errors import ConfigError, UsageError
+from kvxfer.net.credentials import DAY_S, Credentials
 
 BUFFER_BYTES_MIN = 4 << 20
 CERTIFICATE_DAYS_MIN = 7

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from kvxfer.addresses import Address, is_numeric, parse_address
 from kvxfer.config import Config
+from kvxfer.config.paths import check_socket_dir, daemon_socket, socket_dir
 from kvxfer.doctor.facts import Bind, Network, RdmaPort, Tcp
 from kvxfer.doctor.probe_host import Tree
 from kvxfer.errors import ConfigError
-from kvxfer.listeners import listen_tcp, peer_credentials
-from kvxfer.paths import check_socket_dir, daemon_socket, socket_dir
+from kvxfer.net.listeners import listen_tcp, peer_credentials
 
 CONNECT_S = 0.5
 # Addresses that nobody has (RFC 5737, RFC 3849): a route to them means a route to somewhere. No packet is sent.

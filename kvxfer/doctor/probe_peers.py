@@ -11,11 +11,11 @@ import msgpack
 
 from kvxfer.addresses import Address
 from kvxfer.config import Config
-from kvxfer.credentials import Credentials
-from kvxfer.dial import candidates, reason, resolve
 from kvxfer.doctor.facts import Candidate, PeerSeen
 from kvxfer.errors import KvxferError
-from kvxfer.link import Link, LinkFacts
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.dial import candidates, reason, resolve
+from kvxfer.net.link import Link, LinkFacts
 from kvxfer.wire import messages as m
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from kvxfer.config import TRANSPORTS, Config
 from kvxfer.doctor.facts import Program, Transport
 from kvxfer.errors import KvxferError
-from kvxfer.identity import package_version
+from kvxfer.node.identity import package_version
 
 PACKAGES = ("cffi", "msgpack", "numpy", "prometheus-client", "uvloop")
 LOCAL = "loop"  # opens everywhere, so that an engine opens when nothing else does

@@ -87,7 +87,7 @@ typedef struct kvx_engine_config {
     const char *socket_dir;     /* where shm listens; must exist */
     const char *tcp_bind;       /* numeric address where tcp listens, "127.0.0.1", "::1", "0.0.0.0" */
     const char *tcp_congestion; /* congestion control for peers on this host, "" = the system's */
-    const char *fault_spec;     /* see transport_fault.c; "" = none */
+    const char *fault_spec;     /* see fault_plan.h; "" = none */
     const char *counters_path;  /* file to create for the counters, "" = private memory */
     const char *hixl_bind;      /* numeric address where hixl's side link and HIXL's own engines listen */
     const char *hixl_options;   /* for HIXL itself, "key=value;key=value", "" = ours */

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvxfer.native._shim import lib
 from kvxfer.native.facts import ChoiceKind
+from kvxfer.native.life import Life
 
 
-class Notes:
+class Notes(Life):
     """A part of `Engine`."""
-
-    def _mine(self) -> Any:
-        raise TypeError("a part of an engine is no engine")
 
     def count_choice(self, index: int, choice: ChoiceKind) -> None:
         """A transport was chosen for a grant, or passed over and why: for the counters."""

@@ -1,44 +1,17 @@
 /* transport_fault.c: a decorator that makes another transport misbehave on purpose, the same way each time.
  *
- * Every slot is forwarded; only `submit` may do something else first. What happens to the nth operation follows from
- * the seed and n alone, never from the clock or the operating system's randomness. The spec is a comma-separated list:
- *
- *   seed=N          where the dice begin (default 1)
- *   delay_ms=A..B   an operation is handed on after so long (or delay_ms=A)
- *   fail_after=N    N operations go through, all later ones fail with KVX_E_INJECTED
- *   fail_rate=P     an operation fails with KVX_E_INJECTED, and no byte of it moves
- *   hang_rate=P     an operation does nothing until it is cancelled or its peer is closed
- *   flip_rate=P     one bit of the first byte delivered is wrong (a checked operation notices)
- *   short_rate=P    only a part moves, nobody is notified, and the operation ends with KVX_E_INJECTED
- *   fail_op=K       like fail_rate, for the Kth operation (from 1) alone; K+K+...: for each of these
- *   hang_op=K       like hang_rate, for the Kth operation alone
- *   refuse_op=K     the Kth operation is not even taken: its submit fails with KVX_E_INJECTED
- *   stuck_ms=N      an operation does nothing for so long, deaf to its cancel, and then moves its bytes all the same
- *   stuck_ops=N     that happens to the first N operations only
- *   chunk_bytes=N   an operation moves in pieces of so many bytes (at most), never in the caller's thread
- *   chunk_ms=N      the pause before each piece
- *   register_fail=K the Kth registration of memory (from 1) fails for want of memory
- *   register_ms=N   a registration of memory takes so long
- *   region_max=N    no region may be longer
- *   align=N         every region begins at a multiple of this power of two
- *
- * P is from 0 to 1 in decimal digits. One throw decides each rate, in this order; the first that hits is what happens.
- */
+ * Every slot is forwarded; only `submit`, and the registration of memory, may do something else first. What happens to
+ * which operation is planned by fault_plan.h, where the words of a spec are explained; here it is done. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
+#include "fault_plan.h"
 #include "transport.h"
 
-#define INNER_MAX    4
-#define RATE_ONE     UINT64_C(1000000000)
-#define DELAY_MS_MAX UINT64_C(600000)
-#define RETRY_MS     1
-#define FAIL_OPS_MAX 8
-
-enum fate { FATE_PASS, FATE_FAIL, FATE_HANG, FATE_FLIP, FATE_SHORT, FATE_REFUSE, FATE_STUCK };
+#define INNER_MAX 4
+#define RETRY_MS  1
 
 typedef struct fault_op {
     kvx_op *op;
@@ -61,17 +34,8 @@ typedef struct fault_transport {
     void *transport;
     kvx_core *core;
     uint32_t slot;
-    uint64_t state; /* of the dice */
-    uint64_t delay_min_ms, delay_max_ms;
-    bool limited;
-    uint64_t fail_after;
-    uint64_t fail_rate, hang_rate, flip_rate, short_rate; /* of RATE_ONE */
-    uint64_t fail_ops[FAIL_OPS_MAX];                      /* 0: none */
-    uint64_t hang_op, refuse_op;                          /* likewise */
-    uint64_t stuck_ms, stuck_ops, chunk_bytes, chunk_ms;
-    uint64_t register_fail, register_ms, region_max, align;
+    kvx_fault_plan plan; /* under the lock, but for what never changes */
     _Atomic uint64_t registered;
-    uint64_t taken;
     pthread_mutex_t lock; /* also held while a waiting op is handed on, so that its peer is not closed meanwhile */
     fault_op *waiting;    /* by the time that they are due */
     /* Taken last, also under locks of the inner transport, by whoever ends a piece. */
@@ -79,191 +43,6 @@ typedef struct fault_transport {
     fault_op *pieced;   /* every op that moves in pieces */
     fault_op *returned; /* those whose piece has moved, on their way back to `waiting` */
 } fault_transport;
-
-/* -- the spec --------------------------------------------------------------------------------------------------- */
-
-static bool whole_number(const char *text, const char **end_p, uint64_t *value_p) {
-    uint64_t value = 0;
-    const char *at = text;
-    for (; *at >= '0' && *at <= '9'; at++) {
-        if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, (uint64_t)(*at - '0'), &value)) {
-            return false;
-        }
-    }
-    *end_p = at;
-    *value_p = value;
-    return at != text;
-}
-
-/* "1", "0.25": without the C library, whose decimal point depends on the locale. */
-static bool rate(const char *text, uint64_t *rate_p) {
-    const char *at;
-    uint64_t value;
-    if (!whole_number(text, &at, &value) || value > 1) {
-        return false;
-    }
-    value *= RATE_ONE;
-    if (*at == '.') {
-        uint64_t part = RATE_ONE / 10;
-        for (at++; *at >= '0' && *at <= '9'; at++, part /= 10) {
-            value += part * (uint64_t)(*at - '0');
-        }
-    }
-    *rate_p = value;
-    return *at == '\0' && value <= RATE_ONE;
-}
-
-static bool delay(fault_transport *fault, const char *text) {
-    const char *at;
-    if (!whole_number(text, &at, &fault->delay_min_ms)) {
-        return false;
-    }
-    fault->delay_max_ms = fault->delay_min_ms;
-    if (strncmp(at, "..", 2) == 0 && !whole_number(at + 2, &at, &fault->delay_max_ms)) {
-        return false;
-    }
-    return *at == '\0' && fault->delay_min_ms <= fault->delay_max_ms && fault->delay_max_ms <= DELAY_MS_MAX;
-}
-
-/* "5", "5+77" */
-static bool numbers_take(const char *text, uint64_t numbers[FAIL_OPS_MAX]) {
-    for (int i = 0; i < FAIL_OPS_MAX; i++) {
-        const char *end;
-        if (!whole_number(text, &end, &numbers[i])) {
-            return false;
-        }
-        if (*end != '+') {
-            return *end == '\0';
-        }
-        text = end + 1;
-    }
-    return false;
-}
-
-static bool is_fail_op(const fault_transport *fault) {
-    for (int i = 0; i < FAIL_OPS_MAX; i++) {
-        if (fault->fail_ops[i] == fault->taken) {
-            return true;
-        }
-    }
-    return false;
-}
-
-static bool setting(fault_transport *fault, const char *name, const char *value) {
-    const char *end;
-    if (strcmp(name, "seed") == 0) {
-        return whole_number(value, &end, &fault->state) && *end == '\0';
-    }
-    if (strcmp(name, "delay_ms") == 0) {
-        return delay(fault, value);
-    }
-    if (strcmp(name, "fail_after") == 0) {
-        fault->limited = true;
-        return whole_number(value, &end, &fault->fail_after) && *end == '\0';
-    }
-    const struct {
-        const char *name;
-        uint64_t *number;
-    } numbers[] = {{"hang_op", &fault->hang_op},
-                   {"refuse_op", &fault->refuse_op},
-                   {"stuck_ms", &fault->stuck_ms},
-                   {"stuck_ops", &fault->stuck_ops},
-                   {"chunk_ms", &fault->chunk_ms},
-                   {"chunk_bytes", &fault->chunk_bytes},
-                   {"register_fail", &fault->register_fail},
-                   {"register_ms", &fault->register_ms},
-                   {"region_max", &fault->region_max},
-                   {"align", &fault->align}};
-    if (strcmp(name, "fail_op") == 0) {
-        return numbers_take(value, fault->fail_ops);
-    }
-    for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
-        if (strcmp(name, numbers[i].name) == 0) {
-            return whole_number(value, &end, numbers[i].number) && *end == '\0';
-        }
-    }
-    const struct {
-        const char *name;
-        uint64_t *rate;
-    } rates[] = {{"fail_rate", &fault->fail_rate},
-                 {"hang_rate", &fault->hang_rate},
-                 {"flip_rate", &fault->flip_rate},
-                 {"short_rate", &fault->short_rate}};
-    for (size_t i = 0; i < sizeof(rates) / sizeof(rates[0]); i++) {
-        if (strcmp(name, rates[i].name) == 0) {
-            return rate(value, rates[i].rate);
-        }
-    }
-    return false;
-}
-
-static int spec_take(fault_transport *fault, const char *spec, char *why, size_t why_size) {
-    fault->state = 1;
-    fault->stuck_ops = UINT64_MAX;
-    while (*spec != '\0') {
-        char item[64];
-        size_t length = strcspn(spec, ",");
-        char *equals = NULL;
-        if (length < sizeof(item)) {
-            memcpy(item, spec, length);
-            item[length] = '\0';
-            equals = strchr(item, '=');
-        }
-        if (equals != NULL) {
-            *equals = '\0';
-        }
-        if (equals == NULL || !setting(fault, item, equals + 1)) {
-            snprintf(why, why_size,
-                     "fault_spec: cannot understand '%.*s' (known: seed=N delay_ms=A..B fail_after=N fail_rate=P "
-                     "hang_rate=P flip_rate=P short_rate=P fail_op=K hang_op=K refuse_op=K stuck_ms=N stuck_ops=N "
-                     "chunk_bytes=N chunk_ms=N register_fail=K register_ms=N region_max=N align=N, P from 0 to 1)",
-                     length < 60 ? (int)length : 60, spec);
-            return KVX_E_INVALID;
-        }
-        spec += length;
-        spec += *spec == ',';
-    }
-    return KVX_OK;
-}
-
-/* -- dice; with the lock held ----------------------------------------------------------------------------------- */
-
-static uint64_t dice(fault_transport *fault) { /* splitmix64 */
-    uint64_t z = (fault->state += UINT64_C(0x9e3779b97f4a7c15));
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
-/* The same number of throws for every operation: what happens to one does not shift what happens to the next. */
-static enum fate fate_of(fault_transport *fault, uint64_t *delay_ms_p, uint64_t *share_p) {
-    uint64_t thrown[4];
-    for (int i = 0; i < 4; i++) {
-        thrown[i] = dice(fault) % RATE_ONE;
-    }
-    *delay_ms_p = fault->delay_min_ms + dice(fault) % (fault->delay_max_ms - fault->delay_min_ms + 1);
-    *share_p = dice(fault);
-    fault->taken++;
-    if (fault->taken == fault->refuse_op) {
-        return FATE_REFUSE;
-    }
-    if (is_fail_op(fault)) {
-        return FATE_FAIL;
-    }
-    if (fault->taken == fault->hang_op) {
-        return FATE_HANG;
-    }
-    if (fault->stuck_ms != 0 && fault->taken <= fault->stuck_ops) {
-        return FATE_STUCK;
-    }
-    if ((fault->limited && fault->taken > fault->fail_after) || thrown[0] < fault->fail_rate) {
-        return FATE_FAIL;
-    }
-    return thrown[1] < fault->hang_rate    ? FATE_HANG
-           : thrown[2] < fault->flip_rate  ? FATE_FLIP
-           : thrown[3] < fault->short_rate ? FATE_SHORT
-                                           : FATE_PASS;
-}
 
 /* -- waiting operations; with the lock held ----------------------------------------------------------------------- */
 
@@ -356,7 +135,7 @@ static void piece_begin(fault_transport *fault, fault_op *mine) {
         mine->offset = 0;
     }
     uint64_t left = whole->length - mine->offset;
-    uint64_t length = left < fault->chunk_bytes ? left : fault->chunk_bytes;
+    uint64_t length = left < fault->plan.chunk_bytes ? left : fault->plan.chunk_bytes;
     mine->piece = (kvx_segment){.local_offset = whole->local_offset + mine->offset,
                                 .remote_offset = whole->remote_offset + mine->offset,
                                 .length = length};
@@ -384,7 +163,7 @@ static void pieces_collect(fault_transport *fault) {
     pthread_mutex_unlock(&fault->pieces_lock);
     while (back != NULL) {
         fault_op *next = back->next;
-        back->due_ms = kvx_now_ms() + fault->chunk_ms;
+        back->due_ms = kvx_now_ms() + fault->plan.chunk_ms;
         wait_insert(fault, back);
         back = next;
     }
@@ -484,7 +263,7 @@ static int wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms, bool de
         return KVX_E_NOMEM;
     }
     *waiting = (fault_op){.op = op, .due_ms = due_ms, .deaf = deaf, .fault = fault};
-    if (fault->chunk_bytes != 0 && op->bytes != 0) {
+    if (fault->plan.chunk_bytes != 0 && op->bytes != 0) {
         waiting->segments = op->segments;
         waiting->count = op->count;
         waiting->bytes = op->bytes;
@@ -502,28 +281,28 @@ static int fault_submit(void *transport, kvx_op *op) {
     fault_transport *fault = transport;
     uint64_t delay_ms, share;
     pthread_mutex_lock(&fault->lock);
-    enum fate fate = fate_of(fault, &delay_ms, &share);
+    kvx_fate fate = kvx_fault_fate(&fault->plan, &delay_ms, &share);
     pthread_mutex_unlock(&fault->lock);
-    if (fate == FATE_SHORT) {
+    if (fate == KVX_FATE_SHORT) {
         shorten(op, share);
-        fate = op->bytes == 0 ? FATE_FAIL : FATE_PASS;
+        fate = op->bytes == 0 ? KVX_FATE_FAIL : KVX_FATE_PASS;
     }
-    if (fate == FATE_FAIL) {
+    if (fate == KVX_FATE_FAIL) {
         kvx_op_complete(op, KVX_E_INJECTED, 0, 0, -1);
         return KVX_PENDING;
     }
-    if (fate == FATE_REFUSE) {
+    if (fate == KVX_FATE_REFUSE) {
         return KVX_E_INJECTED;
     }
-    if (fate == FATE_HANG) {
+    if (fate == KVX_FATE_HANG) {
         return wait_for(fault, op, UINT64_MAX, false);
     }
-    op->corrupt = fate == FATE_FLIP;
-    if (fate == FATE_STUCK) {
-        return wait_for(fault, op, kvx_now_ms() + fault->stuck_ms, true);
+    op->corrupt = fate == KVX_FATE_FLIP;
+    if (fate == KVX_FATE_STUCK) {
+        return wait_for(fault, op, kvx_now_ms() + fault->plan.stuck_ms, true);
     }
-    if (delay_ms != 0 || (fault->chunk_bytes != 0 && op->bytes != 0)) {
-        return wait_for(fault, op, kvx_now_ms() + delay_ms + fault->chunk_ms, false);
+    if (delay_ms != 0 || (fault->plan.chunk_bytes != 0 && op->bytes != 0)) {
+        return wait_for(fault, op, kvx_now_ms() + delay_ms + fault->plan.chunk_ms, false);
     }
     return fault->inner->submit(fault->transport, op);
 }
@@ -539,7 +318,9 @@ static int fault_progress(void *transport, uint32_t thread, int timeout_ms) {
     pthread_mutex_unlock(&fault->lock);
     if (due_ms != UINT64_MAX && timeout_ms != 0) {
         uint64_t now_ms = kvx_now_ms();
-        int left = due_ms <= now_ms ? 0 : (int)(due_ms - now_ms < DELAY_MS_MAX ? due_ms - now_ms : DELAY_MS_MAX);
+        int left = due_ms <= now_ms
+                       ? 0
+                       : (int)(due_ms - now_ms < KVX_FAULT_DELAY_MS_MAX ? due_ms - now_ms : KVX_FAULT_DELAY_MS_MAX);
         timeout_ms = timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
     }
     return steps + fault->inner->progress(fault->transport, 0, steps != 0 ? 0 : timeout_ms);
@@ -581,7 +362,7 @@ static int fault_open(const kvx_transport_ops *inner, kvx_core *core, uint32_t s
     fault->inner = inner;
     fault->core = core;
     fault->slot = slot;
-    int status = spec_take(fault, config->fault_spec, why, why_size);
+    int status = kvx_fault_plan_take(&fault->plan, config->fault_spec, why, why_size);
     if (status == KVX_OK) {
         status = inner->open(core, slot, config, &fault->transport, why, why_size);
     }
@@ -611,18 +392,18 @@ static void fault_close(void *transport) {
 static void fault_query(void *transport, kvx_transport_info *info_p) {
     fault_transport *fault = transport;
     fault->inner->query(fault->transport, info_p);
-    info_p->region_bytes_max = fault->region_max != 0 ? fault->region_max : info_p->region_bytes_max;
-    info_p->alignment = fault->align != 0 ? fault->align : info_p->alignment;
+    info_p->region_bytes_max = fault->plan.region_max != 0 ? fault->plan.region_max : info_p->region_bytes_max;
+    info_p->alignment = fault->plan.align != 0 ? fault->plan.align : info_p->alignment;
 }
 
 static int fault_mem_register(void *transport, kvx_region *region) {
     fault_transport *fault = transport;
-    if (fault->register_ms != 0) { /* blocks, as a driver would */
-        struct timespec pause = {.tv_sec = (time_t)(fault->register_ms / 1000),
-                                 .tv_nsec = (long)(fault->register_ms % 1000) * 1000000};
+    if (fault->plan.register_ms != 0) { /* blocks, as a driver would */
+        struct timespec pause = {.tv_sec = (time_t)(fault->plan.register_ms / 1000),
+                                 .tv_nsec = (long)(fault->plan.register_ms % 1000) * 1000000};
         nanosleep(&pause, NULL);
     }
-    if (atomic_fetch_add(&fault->registered, 1) + 1 == fault->register_fail) {
+    if (atomic_fetch_add(&fault->registered, 1) + 1 == fault->plan.register_fail) {
         return KVX_E_NOMEM;
     }
     return fault->inner->mem_register(fault->transport, region);

@@ -21,7 +21,7 @@ import kvxfer
 from kvxfer.config import load
 from kvxfer.errors import RegionBusy
 from kvxfer.geometry import BlockTable
-from kvxfer.region import KVCache
+from kvxfer.memory.region import KVCache
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
 from kvxfer.testing.processes import Daemon, daemon
 from kvxfer.wire import messages as m

@@ -14,7 +14,7 @@ import pytest
 
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
-from kvxfer.region import KVCache
+from kvxfer.memory.region import KVCache
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
 from tests.steps import STEPS_MAX, Pair, cancelled_at, pair
 

@@ -18,7 +18,7 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import KvxferError
-from kvxfer.link import Link, LinkFacts
+from kvxfer.net.link import Link, LinkFacts
 from kvxfer.testing.processes import daemon
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.credentials import Credentials
 from kvxfer.errors import AuthenticationError, KvxferError, LeaseExpired, NotAllowed, UnknownTransfer, WrongKey
-from kvxfer.link import Link, LinkFacts
-from kvxfer.server import Server
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.node.server import Server
 from kvxfer.wire import messages as m
 from tests.nodes import SECRET, Inbox, Worker, node, small, until, worker
 

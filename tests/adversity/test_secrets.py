@@ -14,9 +14,9 @@ import pytest
 
 import kvxfer
 from kvxfer.config import Config
-from kvxfer.credentials import Credentials
 from kvxfer.errors import KvxferError
-from kvxfer.link import Link, LinkFacts
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.link import Link, LinkFacts
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry
 from kvxfer.testing.processes import Daemon, daemon
 from tests.adversity.attacker import connect, parse, shout

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from kvxfer.config import FRAME_UNAUTHENTICATED_BYTES_MAX, Config
-from kvxfer.credentials import Credentials
-from kvxfer.link import Link, LinkFacts
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.tls import HANDSHAKE_BYTES_MAX
 from kvxfer.testing.processes import daemon
-from kvxfer.tls import HANDSHAKE_BYTES_MAX
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE
 from tests.adversity.attacker import Address, connect, hello, parse

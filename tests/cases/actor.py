@@ -22,15 +22,15 @@ import numpy as np
 
 import kvxfer
 from kvxfer.config import load
-from kvxfer.dataplane import Part
+from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
-from kvxfer.many import Group, Move
+from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import OpKind
-from kvxfer.region import KVCache, Region
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
+from kvxfer.worker.many import Group, Move
 from tests.cases.actor_load import Load
 from tests.cases.actor_mail import Mail
 from tests.cases.actor_many import Many

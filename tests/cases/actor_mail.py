@@ -13,7 +13,7 @@ import numpy as np
 import kvxfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
-from kvxfer.region import Region
+from kvxfer.memory.region import Region
 
 
 class Mail:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import kvxfer
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
-from kvxfer.region import Region
-from kvxfer.transfer import Transfer
+from kvxfer.memory.region import Region
 
 
 def tcp_sockets() -> int:

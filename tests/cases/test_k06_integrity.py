@@ -10,8 +10,8 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import InjectedFault, IntegrityError, OutOfRange, PartialTransfer, RegistrationError, TooLarge
-from kvxfer.many import Move
 from kvxfer.testing.nodes import two_nodes
+from kvxfer.worker.many import Move
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH
 from tests.cases.scale import FULL, scaled

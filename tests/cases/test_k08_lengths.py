@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidLength, KvxferError, OutOfRange
+from kvxfer.memory.region import check_span
 from kvxfer.native.engine import OpKind
-from kvxfer.region import check_span
 from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH, ROOT
@@ -87,7 +87,7 @@ async def test_c43_more_than_1024_pieces_in_one_transfer(transport: str) -> None
 
 
 async def part_of(client: object, region: int, descriptor: object, segments: np.ndarray) -> None:  # type: ignore[type-arg]
-    from kvxfer.dataplane import Part
+    from kvxfer.dataplane.plane import Part
 
     part = Part(kind=OpKind.PUT, region=region, descriptor=descriptor, segments=segments)  # type: ignore[arg-type]
     await client.plane.start([part], timeout=limit(20), peer="test")  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ import pytest
 
 import kvxfer
 from kvxfer.config import Config
-from kvxfer.credentials import Credentials
 from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
-from kvxfer.link import Link, LinkFacts
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.link import Link, LinkFacts
 from kvxfer.testing.processes import daemon
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode

@@ -21,7 +21,7 @@ from kvxfer.addresses import format_address, parse_address
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
 from kvxfer.errors import ConfigError, IdentityMismatch, KvxferError, NotKvxfer, PeerUnreachable, UsageError
-from kvxfer.listeners import bound_address, listen_tcp
+from kvxfer.net.listeners import bound_address, listen_tcp
 from kvxfer.testing.processes import python_process
 from kvxfer.wire.messages import Echo
 from tests.cases.facts import limit

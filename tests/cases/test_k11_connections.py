@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.acceptor import Acceptor
 from kvxfer.addresses import parse_address
 from kvxfer.config import Config
-from kvxfer.link import Link, LinkFacts
-from kvxfer.listeners import bound_address, listen_tcp
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.listeners import bound_address, listen_tcp
+from kvxfer.node.acceptor import Acceptor
 from kvxfer.testing.processes import Process
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvxfer import tags
-from kvxfer.dataplane import Part
-from kvxfer.early import EarlyNotices
+from kvxfer.dataplane.early import EarlyNotices
+from kvxfer.dataplane.plane import Part
 from kvxfer.errors import KvxferError, UnknownTransfer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
+from kvxfer.wire import tags
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH
 from tests.nodes import until

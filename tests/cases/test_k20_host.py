@@ -13,9 +13,9 @@ import pytest
 from kvxfer.errors import ShmTooSmall
 from kvxfer.testing.processes import daemon, python_process
 from kvxfer.testing.worker import WorkerFailed
-from tests import test_allocation
 from tests.cases.facts import limit
 from tests.cases.harness import BOTH, Cluster, until
+from tests.memory import test_allocation
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 FULL = bool(os.environ.get("KVXFER_TEST_FULL"))

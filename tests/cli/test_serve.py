@@ -74,7 +74,7 @@ def test_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> N
     script = (
         "import asyncio, sys\n"
         "from kvxfer.config import Config\n"
-        "from kvxfer.link import Link, LinkFacts\n"
+        "from kvxfer.net.link import Link, LinkFacts\n"
         "from kvxfer.wire import messages as m\n"
         "async def main():\n"
         "    link = await Link.dial_unix(sys.argv[1], LinkFacts(role='worker'), Config.embedded())\n"

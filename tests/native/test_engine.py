@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvxfer import numa
 from kvxfer.errors import (
     ClosedError,
     ConfigError,
@@ -32,6 +31,7 @@ from kvxfer.errors import (
     UsageError,
     WrongThread,
 )
+from kvxfer.memory import numa
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
 from kvxfer.native.status import Status
 from tests.native.conformance import KIB, MIB, Side, short_directory, within

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from kvxfer.testing.sim.faults import KINDS
 from kvxfer.testing.sim.mutations import MUTATIONS
 from kvxfer.testing.sim.report import failure, one_line, summary
 from kvxfer.testing.sim.run import Plan, Result, Simulation, play
@@ -42,13 +44,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--flows", type=int, help="transfers, instead of what the seed says")
     found.add_argument("--span", type=float, help="seconds over which they begin, instead of what the seed says")
     found.add_argument("--faults", action=argparse.BooleanOptionalAction, help="instead of what the seed says")
+    found.add_argument("--kinds", nargs="+", choices=KINDS, type=str, help="only these faults")
     found.add_argument("--mutation", default="", choices=("", *MUTATIONS), help="with a deliberate bug")
     return found
 
 
 def plan_of(seed: int, options: argparse.Namespace) -> Plan:
     """The seed's own plan, with what the command line says otherwise."""
-    changes = {
+    changes: dict[str, Any] = {
         name: value
         for name, value in (
             ("hosts", options.hosts),
@@ -56,6 +59,7 @@ def plan_of(seed: int, options: argparse.Namespace) -> Plan:
             ("flows", options.flows),
             ("span_s", options.span),
             ("faults", options.faults),
+            ("kinds", options.kinds and tuple(options.kinds)),
         )
         if value is not None
     }

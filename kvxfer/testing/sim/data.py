@@ -105,8 +105,8 @@ class DataLink:
             return
         if not there.up:
             return
-        at = self.arrival[target] = max(self.arrival[target] + TICK_S, network.loop.time() + network.delay(here, there))
-        network.loop.call_at(at, self._arrive, call, args, context=target.process.context)
+        at = self.arrival[target] = max(self.arrival[target] + TICK_S, network.loop.now + network.delay(here, there))
+        network.loop.at(at, self._arrive, call, args, context=target.process.context)
 
     def _arrive(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not self.down:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from kvxfer.config import Config
+from kvxfer.testing.sim import peers
 from kvxfer.testing.sim.loop import RUNNING
 from kvxfer.testing.sim.network import Host
 from kvxfer.testing.sim.world import Worker, World
@@ -34,6 +35,7 @@ class Faults:
         self._trouble_at = 0.0
         self._stopped = False
         self._frozen: list[Any] = []
+        self._twins: list[peers.Twin] = []
         world.loop.on_step = self._look
         self._next()
         if self.rng.random() < 0.5:
@@ -55,13 +57,14 @@ class Faults:
 
     def _trouble(self) -> None:
         """Something that may keep news from arriving begins or ends."""
-        self._trouble_at = self.world.loop.time()
+        self._trouble_at = self.world.loop.now
 
     def _news_travel(self) -> bool:
         """Nothing keeps a message from arriving."""
         network = self.world.network
         well = all(daemon.ready and daemon.process.state is RUNNING for daemon in self.world.daemons.values())
-        return well and not network.partitions and not network.weather.loss
+        twins = any(not twin.host.retired for twin in self._twins)
+        return well and not twins and not (network.partitions or network.silent or network.weather.loss)
 
     def _later(self, low_s: float, high_s: float, call: Callable[..., Any], *args: Any) -> None:
         self.world.loop.call_later(self.rng.uniform(low_s, high_s), call, *args)
@@ -76,6 +79,8 @@ class Faults:
         self.world.full_rate = 0.0
         for process in self._frozen:
             process.thaw()
+        for twin in self._twins:
+            twin.end(silent=False)
 
     # -- kinds --------------------------------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class Faults:
         worker.process.kill()
         if client is None or not self._news_travel():
             return
-        before, now, engine_id = self._trouble_at, self.world.loop.time(), client.plane.engine_id
+        before, now, engine_id = self._trouble_at, self.world.loop.now, client.plane.engine_id
 
         def told() -> None:
             if self._trouble_at == before < now - TOLD_S and self._news_travel():
@@ -109,7 +114,7 @@ class Faults:
         self.world.loop.call_later(TOLD_S, told)
 
     def _replace(self, worker: Worker) -> None:
-        if worker.host.up:
+        if worker.host.up and not worker.host.retired:
             self.world.start_worker(worker.host, self.configs[worker.host.name])
 
     def _kill_daemon(self) -> None:
@@ -120,7 +125,7 @@ class Faults:
             self._later(0.001, 1.5, self._restart, daemon.host)
 
     def _restart(self, host: Host) -> None:
-        if host.up and not self.world.daemons[host.name].process.alive:
+        if host.up and not host.retired and not self.world.daemons[host.name].process.alive:
             self._trouble()
             self.world.start_daemon(host, self.configs[host.name])
 
@@ -147,8 +152,10 @@ class Faults:
 
         def boot() -> None:
             self._trouble()
+            if host.retired:
+                return
             self.world.trace.note(f"boot {host.name}")
-            host.up = True
+            self.world.boot(host)
             self.world.start_daemon(host, self.configs[host.name])
             for worker in gone:
                 self._later(0.05, 0.5, self._replace, worker)
@@ -206,6 +213,16 @@ class Faults:
     def _weather(self) -> None:
         self._bad_weather()
 
+    def _move(self) -> None:
+        peers.move(self)
+
+    def _twin(self) -> None:
+        if all(twin.host.retired for twin in self._twins) and (found := peers.twin(self)) is not None:
+            self._twins.append(found)
+
+    def _half_open(self) -> None:
+        peers.half_open(self)
+
 
 KINDS = {
     "kill_worker": 4,
@@ -217,4 +234,7 @@ KINDS = {
     "reset": 3,
     "break_data": 3,
     "weather": 1,
+    "move": 1,
+    "twin": 1,
+    "half_open": 2,
 }

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
-from kvxfer.server import Server
+from kvxfer.dataplane.transfer import RUNNING, Transfer
+from kvxfer.node.server import Server
 from kvxfer.testing.sim.loop import PROCESS
-from kvxfer.transfer import RUNNING, Transfer
 
 if TYPE_CHECKING:
-    from kvxfer.client import Client
     from kvxfer.testing.sim.data import Grant, Op
     from kvxfer.testing.sim.engine import SimEngine
     from kvxfer.testing.sim.loop import Process
     from kvxfer.testing.sim.world import Daemon, Worker, World
+    from kvxfer.worker.client import Client
 
 VIOLATIONS_MAX = 20
 LEASE_SLACK_S = 0.05  # a timer of the loop has this long to notice a lease that ran out
@@ -89,7 +89,7 @@ class Oracle:
         loop = self.world.loop
         self.world.trace.note(f"WRONG {kind}: {text}")
         if len(self.violations) < VIOLATIONS_MAX:
-            self.violations.append(Violation(kind=kind, text=text, at_s=loop.time(), step=loop.steps))
+            self.violations.append(Violation(kind=kind, text=text, at_s=loop.now, step=loop.steps))
 
     # -- bytes -------------------------------------------------------------------------------------------------
 
@@ -138,15 +138,17 @@ class Oracle:
             run(actions)
             self._seen += 1
             if self._seen % self.every == 0:
-                self.books(server, daemon.process.name)
+                self.books(daemon)
 
         dispatcher.run = watched
 
-    def books(self, server: Server, name: str) -> None:
+    def books(self, daemon: Daemon) -> None:
         """The registry of one daemon is consistent, within its limits and on time."""
         self.looks += 1
+        server, name = daemon.server, daemon.process.name
+        assert server is not None
         registry: Any = server.registry
-        now = self.world.loop.time()
+        now = self.world.loop.now + daemon.process.clock_s
         try:
             registry.check()
         except AssertionError as broken:
@@ -203,7 +205,7 @@ class Oracle:
             book: Any = daemon.server.registry._book
             for posting in book._postings.values():
                 for claim in posting.claims.values():
-                    if claim.engine_id == engine_id and claim.since > since:
+                    if claim.engine_id == engine_id and claim.since > since + daemon.process.clock_s:
                         text = f"{daemon.process.name} still believes that {name} uses {posting.kind} {posting.key}"
                         self.wrong("not_told", text)
 
@@ -213,7 +215,7 @@ class Oracle:
         """Every flow has ended, every lease has run out: what is left belongs to nobody."""
         for daemon in self.world.daemons.values():
             if daemon.ready and daemon.server is not None:
-                self.books(daemon.server, daemon.process.name)
+                self.books(daemon)
                 self._daemon_settled(daemon.server, daemon.process.name)
         for worker in self.world.workers:
             if worker.ready and worker.client is not None:

@@ -1,7 +1,8 @@
 """An asyncio event loop in virtual time, and the processes that live in it.
 
 The idea: the loop is the whole world. Time jumps to the next timer, so a minute costs what its events cost, and the
-same seed gives the same order of everything. A simulated process is a mark in the context that every callback carries:
+same seed gives the same order of everything. Each host has a clock of its own, so `time` depends on who asks; `now` is
+the world's. A simulated process is a mark in the context that every callback carries:
 what a process starts, it owns. So a process can be killed between any two callbacks (none of its code runs any more, no
 `finally` either) or frozen (its callbacks wait), exactly as `kill -9` and SIGSTOP do it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from asyncio import base_events, events
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +38,9 @@ class Process:
         self.host = host
         self.name = name
         self.state = RUNNING
+        self.clock_s = host.clock_s  # of this boot of its machine
+        self.thawed_at = 0.0
+        self.speech: Any = None  # versions and features of the protocol
         self.silent = False  # its machine went with it: nobody is told
         self.held: list[asyncio.Handle] = []
         self.ends: dict[object, Callable[[bool], None]] = {}
@@ -60,6 +65,7 @@ class Process:
         """SIGCONT: what came meanwhile is handled now, in order."""
         if self.state == FROZEN:
             self.state = RUNNING
+            self.thawed_at = self.loop.now
             held, self.held = self.held, []
             self.loop.again(held)
 
@@ -122,8 +128,28 @@ class SimLoop(base_events.BaseEventLoop):
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    def time(self) -> float:
+    @property
+    def now(self) -> float:
+        """Seconds of the world, which no process can see."""
         return self._now
+
+    def time(self) -> float:
+        """What the clock of the host shows whose process asks."""
+        return self._now + _clock_s()
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """At a time of whoever asks, and never before it, whatever was rounded."""
+        clock_s = _clock_s()
+        at = when - clock_s
+        while at + clock_s < when:
+            at = math.nextafter(at, math.inf)
+        return super().call_at(at, callback, *args, context=context)
+
+    def at(self, when: float, callback: Callable[..., object], *args: Any, context: Context) -> None:
+        """At a time of the world."""
+        super().call_at(when, callback, *args, context=context)
 
     def _run_once(self) -> None:
         ready = self._ready
@@ -226,6 +252,11 @@ class SimLoop(base_events.BaseEventLoop):
 
 def _when(timer: asyncio.TimerHandle) -> float:
     return events.TimerHandle.when(timer)
+
+
+def _clock_s() -> float:
+    owner = PROCESS.get()
+    return 0.0 if owner is None else owner.clock_s
 
 
 def _make_task(loop: Any, coro: Any, context: Context | None = None) -> SimTask:

@@ -6,21 +6,24 @@ programmer could get it wrong. A simulator that stays green with one of them wou
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer import book as book_module
-from kvxfer import reach as reach_module
-from kvxfer.admission import Admission
-from kvxfer.book import Book
-from kvxfer.client import Client
+from kvxfer.dataplane import reach as reach_module
+from kvxfer.dataplane.admission import Admission
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
-from kvxfer.mailbox import Mailboxes
-from kvxfer.offer import Landing
-from kvxfer.postings import Posting
-from kvxfer.registry import Registry
+from kvxfer.node.pool import Pool
+from kvxfer.rendezvous import book as book_module
+from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.mailbox import Mailboxes
+from kvxfer.rendezvous.postings import Posting
+from kvxfer.rendezvous.registry import Registry
 from kvxfer.testing.sim.engine import SimEngine
-from kvxfer.transfer import Transfer
+from kvxfer.wire.session import HANDSHAKE, Session
+from kvxfer.worker.client import Client
+from kvxfer.worker.offer import Landing
 
 Change = tuple[Any, str, Any]  # owner, name, what stands there instead
 
@@ -175,6 +178,48 @@ def _notification_before_bytes() -> list[Change]:
     return [(SimEngine, "_take_piece", early)]
 
 
+def _address_kept() -> list[Change]:
+    """A node is looked for where it was first."""
+    peer = Pool._peer
+
+    def kept(pool: Any, addresses: Any, node_id: str) -> Any:
+        known = pool._peers.get(node_id)
+        return peer(pool, known.addresses if known is not None else addresses, node_id)
+
+    return [(Pool, "_peer", kept)]
+
+
+def _silence_trusted() -> list[Change]:
+    """Nobody asks a silent peer whether it is still there."""
+    deadline = Session.deadline
+
+    def patient(session: Any) -> Any:
+        due = deadline(session)
+        return due if due is None or session.state in HANDSHAKE else due + 1000.0
+
+    return [(Session, "deadline", patient)]
+
+
+def _another_clock() -> list[Change]:
+    """Deadlines are counted by the time of the world, as if all hosts had one clock."""
+
+    def after(_: Any, seconds: float) -> Any:
+        loop: Any = asyncio.get_running_loop()
+        return Deadline(loop.now + seconds)
+
+    return [(Deadline, "after", classmethod(after))]
+
+
+def _newest_version_taken() -> list[Change]:
+    """The acceptor takes the newest version that the dialler offers."""
+    make = Session._make_welcome
+
+    def newest(session: Any, hello: Any, _: int) -> Any:
+        return make(session, hello, hello.version_max)
+
+    return [(Session, "_make_welcome", newest)]
+
+
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
     "generation_not_compared": _generation_not_compared,
@@ -189,4 +234,8 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "secret_not_compared": _secret_not_compared,
     "cancel_too_early": _cancel_too_early,
     "notification_before_bytes": _notification_before_bytes,
+    "address_kept": _address_kept,
+    "silence_trusted": _silence_trusted,
+    "another_clock": _another_clock,
+    "newest_version_taken": _newest_version_taken,
 }

@@ -25,6 +25,7 @@ from kvxfer.testing.sim.loop import Process, SimLoop, current
 WINDOW_BYTES = 64 << 10  # what the kernels of both sides take before a writer's own buffer fills
 SYN_RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 EPHEMERAL = 40000
+PORT = 17800
 TICK_S = 1e-9  # timers of the same moment have no order, bytes have
 EOF, RST = b"\0eof", b"\0rst"  # compared by identity
 _credentials = struct.Struct("3i")
@@ -33,12 +34,20 @@ Place = tuple[str, int] | str  # where something listens: (address, port), or a 
 
 
 class Host:
-    """One machine. ``up`` False: it answers nothing, not even that it is gone."""
+    """One machine. ``up`` False: it answers nothing, not even that it is gone. ``clock_s``: its clock's advance."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
         self.up = True
+        self.clock_s = 0.0
+        self.port = PORT  # where its daemon listens
+        self.retired = False  # it never comes back
+
+    @property
+    def place(self) -> str:
+        """Where others find its daemon now."""
+        return f"{self.address}:{self.port}"
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.address}>"
@@ -116,6 +125,7 @@ class SimTransport(asyncio.Transport):
         self.tail: bytearray | None = None  # the newest piece, while more may be added to it
         self.tail_at = -1.0
         self.fin_sent = False
+        self.silent = False  # what it sends disappears
         process.ends[self] = self._killed
 
     # -- for protocols -----------------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ class SimTransport(asyncio.Transport):
         if self.closing or self.gone or not data:
             return
         self.unread += len(data)
-        now = self.network.loop.time()
+        now = self.network.loop.now
         if self.tail is not None and self.tail_at == now:
             self.tail += data
             return
@@ -213,7 +223,7 @@ class SimTransport(asyncio.Transport):
             return
         self.gone = self.closing = True
         self.process.ends.pop(self, None)
-        self.network.connections.pop(self, None)
+        self.network.forget(self)
         if self.protocol is not None:
             self.network.loop.call_soon(self.protocol.connection_lost, error, context=self.context)
 
@@ -225,7 +235,7 @@ class SimTransport(asyncio.Transport):
 
     def _killed(self, silent: bool) -> None:
         self.gone = self.closing = True
-        self.network.connections.pop(self, None)
+        self.network.forget(self)
         if not silent:
             self._send_end(RST if self.inbox or self.network.rng.random() < 0.3 else EOF)
 
@@ -242,6 +252,7 @@ class Network:
         self.partitions: set[tuple[str, str]] = set()
         self.connections: dict[SimTransport, None] = {}
         self.stalled: dict[SimTransport, None] = {}
+        self.silent: dict[SimTransport, None] = {}  # ends that still believe in a connection that carries nothing
         self.healed: dict[object, Callable[[], None]] = {}  # data connections that wait for the end of partitions
         self.messages = 0
         self._ports = itertools.count(EPHEMERAL)
@@ -287,6 +298,8 @@ class Network:
         receiver = sender.other
         source, target = sender.process.host, receiver.process.host
         self.messages += 1
+        if sender.silent:
+            return
         if self.cut(source, target) or sender.stalled:
             sender.stalled.append(data)
             sender.tail = None
@@ -301,16 +314,16 @@ class Network:
         self._schedule(sender, receiver, data, self.delay(source, target))
 
     def _schedule(self, sender: SimTransport, receiver: SimTransport, data: bytes, delay_s: float) -> None:
-        at = sender.last_arrival = max(sender.last_arrival + TICK_S, self.loop.time() + delay_s)
+        at = sender.last_arrival = max(sender.last_arrival + TICK_S, self.loop.now + delay_s)
         whole = not self.weather.split or len(data) < 2 or data is EOF or data is RST
         if not whole and self.rng.random() < self.weather.split:
             cut = self.rng.randrange(1, len(data))
             sender.tail = None
-            self.loop.call_at(at, receiver.arrived, bytes(data[:cut]), context=receiver.context)
+            self.loop.at(at, receiver.arrived, bytes(data[:cut]), context=receiver.context)
             at = sender.last_arrival = at + self.latency()
-            self.loop.call_at(at, receiver.arrived, bytes(data[cut:]), context=receiver.context)
+            self.loop.at(at, receiver.arrived, bytes(data[cut:]), context=receiver.context)
             return
-        self.loop.call_at(at, self._take, sender, receiver, data, context=receiver.context)
+        self.loop.at(at, self._take, sender, receiver, data, context=receiver.context)
 
     @staticmethod
     def _take(sender: SimTransport, receiver: SimTransport, data: Any) -> None:
@@ -325,11 +338,21 @@ class Network:
                 continue
             del self.stalled[sender]
             waiting, sender.stalled = sender.stalled, []
-            sender.last_arrival = max(sender.last_arrival, self.loop.time() + self.rng.uniform(0.0, 0.5))
+            sender.last_arrival = max(sender.last_arrival, self.loop.now + self.rng.uniform(0.0, 0.5))
             for data in waiting:
                 self.send(sender, data)
         for again in tuple(self.healed.values()):
             again()
+
+    def silence(self, end: SimTransport) -> None:
+        """A middlebox drops what the connection carries from now on, and says so to nobody."""
+        end.silent = end.other.silent = True
+        self.silent.update({end: None, end.other: None})
+
+    def forget(self, end: SimTransport) -> None:
+        """One end is gone."""
+        self.connections.pop(end, None)
+        self.silent.pop(end, None)
 
     def reset(self, end: SimTransport) -> None:
         """A middlebox forgets the connection: both sides find it reset."""

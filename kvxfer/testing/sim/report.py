@@ -21,6 +21,7 @@ def replay_command(result: Result) -> str:
         plan = result.plan
         faults = "--faults" if plan.faults else "--no-faults"
         extra = f" --hosts {plan.hosts} --workers {plan.workers} --flows {plan.flows} --span {plan.span_s:g} {faults}"
+        extra += f" --kinds {' '.join(plan.kinds)}" if plan.kinds else ""
     mutation = f" --mutation {result.mutation}" if result.mutation else ""
     return f"{COMMAND} --seed {result.seed}{extra}{mutation} --trace"
 

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from kvxfer.config import Config
+from kvxfer.testing.sim import liveness
 from kvxfer.testing.sim.faults import Faults
 from kvxfer.testing.sim.invariants import Violation
 from kvxfer.testing.sim.loop import Process, Stuck, run_in
@@ -23,7 +24,7 @@ from kvxfer.testing.sim.mutations import MUTATIONS
 from kvxfer.testing.sim.work import SLACK_S, TIMEOUT_S, Work
 from kvxfer.testing.sim.world import Daemon, Worker, World
 
-QUIET_S = 12.0  # longer than any lease, time-to-live or limit of the simulated configuration
+QUIET_S = 12.0  # longer than any time-to-live or limit of the simulated configuration, but for long leases
 UP_S, DOWN_S = 30.0, 20.0
 BURY_ROUNDS = 100
 
@@ -37,6 +38,7 @@ class Plan:
     flows: int
     faults: bool
     span_s: float
+    kinds: tuple[str, ...] = ()  # of faults; empty: the seed decides
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -135,7 +137,7 @@ class Simulation:
     async def _work(self) -> None:
         world, plan = self.world, self.plan
         if plan.faults:
-            self.faults = Faults(world, self.configs)
+            self.faults = Faults(world, self.configs, plan.kinds)
         for _ in range(plan.flows):
             self.work.begin()
             await asyncio.sleep(self.work.rng.random() * 2 * plan.span_s / plan.flows)
@@ -149,7 +151,11 @@ class Simulation:
 
     async def _quiet(self) -> None:
         await asyncio.sleep(QUIET_S)
+        liveness.settled_claims(self.world)
+        await asyncio.sleep(max(0.0, self.world.lease_s + SLACK_S - QUIET_S))
         self.world.oracle.settled()
+        liveness.nobody_else(self.world)
+        await liveness.everybody_is_reached(self.world)
 
     async def _end(self) -> None:
         for group in (self.world.workers, list(self.world.daemons.values())):
@@ -168,9 +174,9 @@ class Simulation:
 
     async def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         loop = self.world.loop
-        ends_at = loop.time() + limit_s
+        ends_at = loop.now + limit_s
         while not done():
-            if loop.time() >= ends_at:
+            if loop.now >= ends_at:
                 if what:
                     self.world.oracle.wrong("stuck", f"{what}: not within {limit_s:g} s")
                 return
@@ -219,7 +225,7 @@ class Simulation:
             steps=world.loop.steps,
             messages=world.network.messages,
             faults=0 if self.faults is None else self.faults.happened,
-            virtual_s=world.loop.time() - 1000.0,
+            virtual_s=world.loop.now - 1000.0,
             cpu_s=cpu_s,
             outcomes=dict(sorted(outcomes.items())),
             violations=tuple(world.oracle.violations),

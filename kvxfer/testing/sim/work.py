@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.client import Client
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import InternalError, KvxferError, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
+from kvxfer.memory.region import KVCache
 from kvxfer.planner import contiguous_layout
-from kvxfer.region import KVCache
 from kvxfer.testing.sim.data import FLOW
 from kvxfer.testing.sim.invariants import Cache
 from kvxfer.testing.sim.loop import run_in
 from kvxfer.testing.sim.world import Worker, World
-from kvxfer.transfer import Transfer
+from kvxfer.worker.client import Client
 
 BLOCKS = 24
 GEOMETRY = Geometry(
@@ -156,7 +156,7 @@ class Work:
     def _part(
         self, flow: Flow, role: str, worker: Worker, work: Callable[[Worker, Flow], Awaitable[None]], limit_s: float
     ) -> Part:
-        now = self.world.loop.time()
+        now = self.world.loop.now
         delay_s = self.rng.random() * 0.05
         part = Part(flow, role, worker, now, now + delay_s + limit_s + SLACK_S)
         flow.parts.append(part)
@@ -192,7 +192,7 @@ class Work:
             self.world.oracle.wrong("untyped", f"{part.flow.kind} {part.flow.name} {part.role}: {wrong!r}")
         finally:
             self.world.oracle.worker(part.worker)
-            late_s = self.world.loop.time() - part.ends_by
+            late_s = self.world.loop.now - part.ends_by
             self.world.trace.note(f"{part.flow.kind} {part.flow.name} {part.role}: {part.outcome or 'ended'}")
             if late_s > 0 and "frozen" not in part.worker.extra:
                 self.world.oracle.wrong("deadline", f"{part.flow.name} {part.role} ended {late_s:.3f} s too late")
@@ -282,7 +282,7 @@ class Work:
         return False
 
     def _prefill(self, far: Worker, tokens: int, index: int, *, land: bool) -> Callable[..., Awaitable[None]]:
-        address = (f"{far.host.address}:17800",)
+        address = (far.host.place,)
 
         async def prefill(worker: Worker, flow: Flow) -> None:
             table = await self._take(worker, tokens)
@@ -339,7 +339,8 @@ class Work:
                 data = content(flow.number, 0, tokens)
                 for layer in range(GEOMETRY.layers):
                     fill(cache.regions[0].array, cache.layout, table, layer, data[layer])
-                async with worker.client.publish(flow.name, cache, table, consumers=len(readers)) as published:
+                publishing = worker.client.publish(flow.name, cache, table, consumers=len(readers), lease_s=TIMEOUT_S)
+                async with publishing as published:
                     ticket.set_result(published.to_dict())
                     self._maybe_fail()
                 assert published.outcome, "a publication ended without an outcome"
@@ -426,7 +427,7 @@ class Work:
         source = await client.alloc(512)
         back = await client.alloc(512)
         try:
-            node = f"{far.host.address}:17800"
+            node = far.host.place
             found = await client.lookup(flow.name, node=node, wait_s=TIMEOUT_S, timeout=TIMEOUT_S)
             source.array[:] = np.frombuffer(Random(flow.number).randbytes(512), dtype=np.uint8)
             if self.trouble and self.rng.random() < 0.4:
@@ -463,7 +464,7 @@ class Work:
         async def send(worker: Worker, flow: Flow) -> None:
             assert worker.client is not None
             for index in range(count):
-                await worker.client.send(f"{far.host.address}:17800", flow.name, bytes([index]), timeout=TIMEOUT_S)
+                await worker.client.send(far.host.place, flow.name, bytes([index]), timeout=TIMEOUT_S)
 
         async def receive(worker: Worker, flow: Flow) -> None:
             assert worker.client is not None

@@ -21,29 +21,33 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvxfer import client as client_module
-from kvxfer import landing as landing_module
-from kvxfer import link as link_module
-from kvxfer import server as server_module
-from kvxfer.client import Client
 from kvxfer.config import Config
-from kvxfer.dataplane import DataPlane
+from kvxfer.config.paths import daemon_socket
+from kvxfer.dataplane.plane import DataPlane
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import KvxferError
-from kvxfer.link import Link
+from kvxfer.memory.region import Region
 from kvxfer.native.facts import EngineConfig
-from kvxfer.paths import daemon_socket
-from kvxfer.region import Region
-from kvxfer.server import Server
+from kvxfer.net import link as link_module
+from kvxfer.net.link import Link
+from kvxfer.node import landing as landing_module
+from kvxfer.node import server as server_module
+from kvxfer.node.server import Server
 from kvxfer.tasks import TaskOwner
 from kvxfer.testing.sim.data import FLOW, Rows
 from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.testing.sim.invariants import Oracle
 from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
-from kvxfer.transfer import Transfer
+from kvxfer.testing.sim.versions import Versions
+from kvxfer.wire.messages import Settle
+from kvxfer.worker import client as client_module
+from kvxfer.worker.client import Client
+from kvxfer.worker.control import Control
 
-PORT = 17800
 LAST_EVENTS = 60
+CLOCKS_S = (-900.0, 100_000.0)  # by which the clocks of hosts differ from the world's
+LEASES_S = (4.0, 4.0, 25.0)  # the long one hides nothing that should have been told
 SECRET = "the secret of a simulated cluster"
 
 
@@ -68,7 +72,7 @@ class Trace:
             return
         owner = PROCESS.get()
         name = "-" if owner is None else owner.name
-        line = f"{self._loop.time() - 1000:10.6f} step {self._loop.steps:<7} {name:<12} {what}"
+        line = f"{self._loop.now - 1000:10.6f} step {self._loop.steps:<7} {name:<12} {what}"
         self._hash.update(line.encode())
         self._tell(line)
 
@@ -78,7 +82,7 @@ class Trace:
             return
         owner = PROCESS.get()
         name = "-" if owner is None else owner.name
-        self._tell(f"{self._loop.time() - 1000:10.6f} step {self._loop.steps:<7} {name:<12}   {what}")
+        self._tell(f"{self._loop.now - 1000:10.6f} step {self._loop.steps:<7} {name:<12}   {what}")
 
     def _tell(self, line: str) -> None:
         self.last.append(line)
@@ -96,7 +100,8 @@ class Daemon:
     def __init__(self, world: World, host: Host, config: Config) -> None:
         self.world = world
         self.host = host
-        self.process = Process(world.loop, host, f"daemon-{host.name}")
+        self.config = config
+        self.process = world.process(host, f"daemon-{host.name}")
         self.server: Server | None = None
         self.stop = asyncio.Event()
         self.ended: asyncio.Task[None] = run_in(self.process, world.tasks, self._run(config), self.process.name)
@@ -123,7 +128,7 @@ class Worker:
     def __init__(self, world: World, host: Host, number: int, config: Config) -> None:
         self.world = world
         self.host = host
-        self.process = Process(world.loop, host, f"worker-{host.name}.{number}")
+        self.process = world.process(host, f"worker-{host.name}.{number}")
         self.client: Client | None = None
         self.stop = asyncio.Event()
         self.extra: dict[str, Any] = {}
@@ -171,6 +176,10 @@ class World:
         self.former: list[Daemon] = []  # earlier runs of daemons
         self.workers: list[Worker] = []
         self.options = options
+        self.settled: dict[tuple[str, int], str] = {}  # claims that a worker said are over, and which one
+        self.versions = Versions(self)
+        self.lease_s = Random(f"lease {seed}").choice(LEASES_S)
+        self._clocks = Random(f"clocks {seed}")
         self.full_rate = 0.0
         self.equip: Callable[[Worker, Client], Any] = _nothing
         self.secrets = Random(f"secrets {seed}")
@@ -217,14 +226,14 @@ class World:
         """Small limits and short times: a minute of trouble in few events."""
         values: dict[str, Any] = {
             "node_name": host.name,
-            "listen": f"{host.address}:{PORT}",
+            "listen": host.place,
             "http": "",
             "secret": SECRET,
             "socket_dir": f"/sim/{host.name}",
             "timeout_s": 4.0,
             "connect_s": 1.0,
             "handshake_s": 1.0,
-            "lease_s": 4.0,
+            "lease_s": self.lease_s,
             "lease_s_max": 30.0,
             "wait_s_max": 30.0,
             "keepalive_s": 5.0,
@@ -239,7 +248,20 @@ class World:
 
     def add_host(self) -> Host:
         number = len(self.network.hosts) + 1
-        return self.network.host(f"n{number}", f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}")
+        host = self.network.host(f"n{number}", f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}")
+        self.boot(host)
+        return host
+
+    def boot(self, host: Host) -> None:
+        """Power is on: its clock begins anew, somewhere."""
+        host.up = True
+        host.clock_s = self._clocks.uniform(*CLOCKS_S)
+
+    def process(self, host: Host, name: str) -> Process:
+        """One more process."""
+        found = Process(self.loop, host, name)
+        found.speech = self.versions.of_new_process()
+        return found
 
     def start_daemon(self, host: Host, config: Config) -> Daemon:
         self.trace.note(f"start daemon-{host.name}")
@@ -288,8 +310,10 @@ class World:
         try:
             for owner, name, value in (
                 *replacements(self),
+                *self.versions.replacements(),
                 (DataPlane, "_submit", _for_its_flow(DataPlane._submit)),
                 (Transfer, "_decide", self._watched(Transfer._decide)),
+                (Control, "_send", self._heard(Control._send)),
                 # What sits in sets has the same place in them in every run.
                 (Link, "__hash__", link_hash),
                 (Transfer, "__hash__", lambda transfer: transfer.op_id),
@@ -311,6 +335,16 @@ class World:
             decide(transfer, state, error)
 
         return decided
+
+    def _heard(self, send: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        """What workers say about their claims."""
+
+        def heard(control: Any, message: Any) -> None:
+            if isinstance(message, Settle) and message.node:
+                self.settled[message.posting, message.claim] = current().name
+            send(control, message)
+
+        return heard
 
     def _shown(self, deliver: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Each message that is handled, as a line of the trace."""
@@ -348,7 +382,7 @@ def replacements(world: World) -> tuple[tuple[Any, str, Any], ...]:
         (server_module, "UnixListener", lambda path, **_: _Unix(world, path)),
         (server_module, "listen_tcp", lambda key, address: world.network.listen((address.host, address.port))),
         (server_module, "ensure_socket_dir", lambda path, **_: path),
-        (server_module, "stable_node_id", lambda config, _: hashlib.sha256(config.listen.encode()).hexdigest()[:32]),
+        (server_module, "stable_node_id", lambda config, _: hashlib.sha256(config.node_name.encode()).hexdigest()[:32]),
         (server_module, "remove_leftovers", lambda *_: 0),
         (server_module, "resource", limits),
         (landing_module, "resource", limits),

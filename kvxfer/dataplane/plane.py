@@ -1,0 +1,597 @@
+"""The data plane as asyncio sees it: transfers over one engine, each with exactly one outcome.
+
+Once a descriptor is resolved (`reach.py`) a transfer is one call into the engine. What stands here is the order of
+things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over.
+Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.addresses import format_address, parse_address
+from kvxfer.config import Config
+from kvxfer.dataplane.admission import Admission, Permit
+from kvxfer.dataplane.choice import Choice
+from kvxfer.dataplane.early import EarlyNotices, Unexpected
+from kvxfer.dataplane.reach import Import, Reach, stale
+from kvxfer.dataplane.stall import StallWatch
+from kvxfer.dataplane.transfer import Transfer
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import (
+    BusyError,
+    ClosedError,
+    KvxferError,
+    PeerLost,
+    Revoked,
+    StaleDescriptor,
+    TransferCancelled,
+    TransportError,
+    UnknownRegion,
+    UnknownTransfer,
+    UsageError,
+)
+from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
+from kvxfer.native.facts import MemoryKind
+from kvxfer.native.status import Status, error_for
+from kvxfer.tasks import TaskOwner
+
+if TYPE_CHECKING:
+    from kvxfer.memory.region import Region
+
+Segments = npt.NDArray[np.uint64]
+WILDCARDS = ("0.0.0.0", "::")
+DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
+RESOLVES_MAX = 3
+SMALL_BYTES_MAX = 32 << 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One submit: a local region, a remote descriptor, and segments (n, 3) [local, remote, length] or a single span."""
+
+    kind: OpKind
+    region: int
+    descriptor: RemoteDescriptor
+    segments: Segments | None = None
+    span: tuple[int, int, int] | None = None
+    notify: tuple[int, int] | None = None
+    check: bool = False
+    number: int | None = None  # among the several parts of a transfer: named in errors
+
+    @property
+    def size(self) -> int:
+        """Bytes to move."""
+        if self.span is not None:
+            return self.span[2]
+        return 0 if self.segments is None else int(self.segments[:, 2].sum())
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A part on its way into the engine: the import that it uses, and its place in the peer's window (if any)."""
+
+    transfer: Transfer
+    part: Part
+    ready: Import
+    permit: Permit | None = None
+
+
+class DataPlane:
+    """The transfers of one engine. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        *,
+        node_id: str,
+        incarnation: str,
+        advertise: Sequence[str],
+        allowed: Sequence[str] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.engine_id = engine.engine_id.hex()
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self._tasks = TaskOwner("data plane")
+        self._reach = Reach(engine, self._tasks, allowed, config=config)
+        self._endpoints = _advertised(engine.transports, advertise)
+        self._admission = Admission(config)
+        # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
+        self._small_bytes = {
+            info.name: config.inline_bytes_max if info.same_host else min(config.inline_bytes_max, SMALL_BYTES_MAX)
+            for info in engine.transports
+        }
+        self._window_bytes = min(config.window_bytes_max, config.inflight_bytes_max)
+        self._in_line: dict[Permit, Work] = {}  # waiting for the peer's window
+        self._full: deque[Work] = deque()  # admitted, but the engine had no room
+        self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
+        self._by_region: dict[int, set[Transfer]] = {}
+        self._grant_watchers: dict[int, Callable[[Event], None]] = {}
+        self._regions: dict[int, set[Region]] = {}
+        self._kinds: dict[int, MemoryKind] = {}  # of the regions
+        self._leaving: set[Region] = set()
+        self._next_op = 0
+        self._closing = False
+        self._closed = False
+        self.unexpected = Unexpected()
+        self._early: EarlyNotices[Event] = EarlyNotices()
+        self._heard: set[int] = set()  # grants that somebody watches or has watched
+        self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
+        engine.attach(asyncio.get_running_loop(), self._on_event)
+
+    @property
+    def unexpected_notifications(self) -> int:
+        """Notices of peers that fitted nothing; `unexpected` has them by type and reason."""
+        return self.unexpected.total
+
+    @property
+    def choices(self) -> Mapping[tuple[str, str], Choice]:
+        """Per engine id and pair of memories: which transport was chosen, and why better ones were passed over."""
+        return self._reach.choices
+
+    @property
+    def connections_evicted(self) -> int:
+        """How many idle connections were given up because descriptors or `peers_max` were used up."""
+        return self._reach.idle.evicted
+
+    # -- our memory -----------------------------------------------------------------------------------
+
+    def export(
+        self, region: RegionInfo, offset: int, length: int, access: int, expires_in_s: float | None
+    ) -> RemoteDescriptor:
+        """Make a grant and describe it for peers."""
+        grant = self.engine.grant(region.id, offset, length, access)
+        try:
+            return RemoteDescriptor(
+                node_id=self.node_id,
+                incarnation=self.incarnation,
+                engine_id=self.engine_id,
+                region=region.id,
+                grant=grant.id,
+                generation=grant.generation,
+                length=grant.length,
+                access=grant.access,
+                key=grant.key,
+                kind="hbm" if region.on_device else "dram",
+                pinned=region.kind is MemoryKind.PINNED,
+                expires_in_s=expires_in_s,
+                endpoints=self._endpoints,
+            )
+        except BaseException:
+            self.engine.revoke(grant.id)
+            raise
+
+    def identify(self, *, node_id: str, incarnation: str, advertise: Sequence[str]) -> None:
+        """The node's daemon has another identity now: descriptors made from now on carry it."""
+        self.node_id, self.incarnation = node_id, incarnation
+        self._endpoints = _advertised(self.engine.transports, advertise)
+
+    def hold(self, region: Region) -> None:
+        """A region exists; it is kept until its release is quiet."""
+        self._regions.setdefault(region.id, set()).add(region)
+        self._kinds[region.id] = region.kind
+
+    def twins(self, region: Region) -> bool:
+        """Whether the same memory is also registered as another region object."""
+        return len(self._regions.get(region.id, ())) > 1
+
+    def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
+        """Call back for notifications through this grant, and when its last peer vanishes.
+
+        What came before anybody watched is told first, in the next turn of the loop.
+        """
+        self._grant_watchers[grant] = callback
+        self._heard.add(grant)
+        loop = asyncio.get_running_loop()
+        for event in self._early.take(grant, loop.time(), self._given_up):
+            loop.call_soon(self._on_event, event)
+
+    def watched(self, grant: int) -> bool:
+        """Somebody is called back for this grant."""
+        return grant in self._grant_watchers
+
+    def unwatch(self, grant: int) -> None:
+        """Stop calling back."""
+        self._grant_watchers.pop(grant, None)
+
+    async def revoke(self, grant: int) -> None:
+        """Refuse a grant from now on; returns when no peer can move a byte through it."""
+        await asyncio.shield(self.revoke_in_background(grant))
+
+    def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
+        """The same without waiting: the future resolves when it is quiet."""
+        self.unwatch(grant)
+        self._heard.discard(grant)
+        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
+            self._given_up("revoked", event)
+        return self.engine.revoke(grant)
+
+    def release(self, region: Region) -> asyncio.Future[Event]:
+        """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""
+        quiet = self.engine.release(region.id)
+        known = self._regions[region.id]
+        known.discard(region)
+        if not known:
+            del self._regions[region.id], self._kinds[region.id]
+        self._leaving.add(region)
+        quiet.add_done_callback(lambda _: self._leaving.discard(region))
+        return quiet
+
+    def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
+        """Run what blocks (copies of memory that only a driver reaches) in a thread."""
+        return self._tasks.run(asyncio.to_thread(work, self.engine), what)
+
+    def region_transfers(self, region: int) -> list[int]:
+        """Numbers of the transfers of this process that use a region."""
+        return sorted(transfer.op_id for transfer in self._by_region.get(region, ()))
+
+    async def drain_region(self, region: int) -> None:
+        """Wait until no transfer of this process uses a region."""
+        while users := self._by_region.get(region):
+            await next(iter(users)).wait_settled()
+
+    # -- transfers --------------------------------------------------------------------------------------
+
+    def start(self, parts: Sequence[Part], *, timeout: float, peer: str) -> Transfer:
+        """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
+        outcome.
+        """
+        if self._closing:
+            raise ClosedError("the data plane is closed")
+        self._next_op += 1
+        transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
+        for number, part in enumerate(parts):
+            part.number = number if len(parts) > 1 else None
+            descriptor = part.descriptor
+            ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
+            if ready is not None:
+                self._admit(Work(transfer, part, ready))
+            else:
+                self._resolve_first(transfer, part)
+        if not transfer.settled:
+            transfer.arm(timeout, asyncio.get_running_loop())
+            self._pin(transfer, parts)
+            self.stalls.begin(transfer, partial(self._progress, transfer))
+            transfer.on_settled(self.stalls.end)
+        return transfer
+
+    async def prepare(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, *, check: bool = False
+    ) -> TransportInfo:
+        """Connect and import ahead of the first transfer; tells which transport will carry it.
+
+        ``local``: the kind of our memory in that transfer; ``check``: it will be checksummed. None stands for
+        whatever the first transport that reaches the remote memory moves.
+        """
+        return (await self._reach.resolve(descriptor, local, check)).route.info
+
+    def forget(self, descriptor: RemoteDescriptor) -> None:
+        """Let go of an import that will not be used again, once nothing runs over it."""
+        if not self._closed:
+            self._reach.forget(descriptor)
+
+    def late(self) -> None:
+        """See `transfer.Canceller`."""
+        if not self._closed:
+            self.engine.note_late()
+
+    def _progress(self, transfer: Transfer) -> int | None:
+        """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
+        if transfer.tokens:
+            return transfer.bytes_done + sum(self.engine.progress(token) for token in transfer.tokens)
+        return 0 if transfer in self._workers else None
+
+    def cancel_token(self, token: int) -> None:
+        """See `transfer.Canceller`."""
+        if not self._closed:
+            self.engine.cancel(token)
+
+    def cancel_waiting(self, transfer: Transfer) -> None:
+        """Parts that have not reached the engine end now."""
+        for task in tuple(self._workers.get(transfer, ())):
+            task.cancel()
+        mine = [work for work in (*self._in_line.values(), *self._full) if work.transfer is transfer]
+        for work in mine:
+            # One that left may have made room for the next, which has then ended already.
+            if work in self._full:
+                self._full.remove(work)
+            elif work.permit is None or work.permit not in self._in_line:
+                continue
+            self._leave(work)
+            transfer.part_ended(None, 0, transfer.cancelling)
+
+    def drain(self) -> None:
+        """Take what is in the completion ring now."""
+        if not self._closed:
+            for _ in range(DRAINS_MAX):
+                if self.engine.drain() < DRAIN_MAX:
+                    return
+
+    def _resolve_first(self, transfer: Transfer, part: Part) -> None:
+        task = self._tasks.spawn(self._resolve_and_submit(transfer, part), f"resolve grant {part.descriptor.grant}")
+        self._workers.setdefault(transfer, set()).add(task)
+        task.add_done_callback(partial(self._worker_ended, transfer))
+
+    def _worker_ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
+        tasks = self._workers.get(transfer)
+        if tasks is not None:
+            tasks.discard(task)
+            if not tasks:
+                del self._workers[transfer]
+        if task.cancelled():  # perhaps before its first step: nothing inside it could have noticed
+            closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
+            transfer.part_ended(None, 0, transfer.cancelling or closing)
+
+    async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
+        try:
+            ready = await self._resolve(part.descriptor, self._kinds.get(part.region), part.check)
+        except KvxferError as error:
+            transfer.part_ended(None, 0, error)
+        else:
+            self._admit(Work(transfer, part, ready))
+
+    async def _resolve(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None, check: bool = False, mapped: bool = False
+    ) -> Import:
+        """An import that is live now: it may have gone again before its waiter had its turn."""
+        for _ in range(RESOLVES_MAX):
+            found = await self._reach.resolve(descriptor, local, check, mapped)
+            if self._reach.is_live(found):
+                return found
+        raise PeerLost("the connection ends as soon as it is made", peer=descriptor.node_id)
+
+    def _admit(self, work: Work) -> None:
+        """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
+        size = work.part.size
+        if size > self._small_bytes[work.ready.route.info.name]:
+            peer = work.ready.route.engine_id
+            now = asyncio.get_running_loop().time()
+            try:
+                # A part larger than the window has the window for itself.
+                work.permit, verdict = self._admission.admit(peer, min(size, self._window_bytes), now)
+            except KvxferError as error:
+                work.transfer.part_ended(None, 0, error)
+                return
+            if verdict == "queued":
+                work.ready.users += 1
+                self._in_line[work.permit] = work
+                return
+        if self._full:
+            work.ready.users += 1
+            self._full.append(work)
+        else:
+            self._submit(work)
+
+    def _submit(self, work: Work) -> None:
+        transfer, part, ready = work.transfer, work.part, work.ready
+        if transfer.cancelling is not None:
+            self._end(work, None, 0, transfer.cancelling)
+            return
+        transfer.transport = ready.route.info.name
+        try:
+            if part.span is not None:
+                local, remote, length = part.span
+                result = self.engine.submit_one(
+                    part.kind, part.region, ready.handle, local, remote, length, notify=part.notify, check=part.check
+                )
+            else:
+                result = self.engine.submit(
+                    part.kind, part.region, ready.handle, part.segments, notify=part.notify, check=part.check
+                )
+        except BusyError:
+            ready.users += 1
+            self._full.append(work)
+            return
+        except UnknownRegion as error:
+            # Either our region is gone, or the import: its connection ended, and the news is still in the ring.
+            self._reach.drop(ready)
+            self._end(work, None, 0, error)
+            return
+        except (KvxferError, OverflowError, TypeError) as error:
+            wrong = error if isinstance(error, KvxferError) else UsageError(f"an argument does not fit: {error}")
+            self._end(work, None, 0, wrong)
+            return
+        if isinstance(result, Event):
+            self._finish(work, None, result)
+            return
+        token, _ = result
+        ready.users += 1
+        self.engine.call_back(token, partial(self._completed, work))
+        transfer.add_token(token)
+
+    def _completed(self, work: Work, event: Event) -> None:
+        self._unuse(work.ready)
+        self._finish(work, event.token, event)
+        self._retry_full()
+
+    def _unuse(self, ready: Import) -> None:
+        ready.users -= 1
+        if ready.users:
+            return
+        if ready.unwanted and not self._closed:
+            self._reach.left(ready)
+        if self._reach.idle.crowded:
+            self._reach.idle.freed()
+
+    def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
+        """One part is over: its place in the window goes to whoever is next."""
+        permit, work.permit = work.permit, None
+        started = [] if permit is None else self._admission.done(permit)
+        if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
+            error.fields.setdefault("part", work.part.number)
+        if error is None or not self._goes_on(work, token, moved_bytes, error):
+            work.transfer.part_ended(token, moved_bytes, error)
+        self._start_admitted(started)
+
+    def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError) -> bool:
+        """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried."""
+        if error.status != Status.UNSUPPORTED or moved_bytes or work.transfer.cancelling is not None or self._closing:
+            return False
+        self._reach.pass_over(work.ready, error.message)
+        work.transfer.token_ended(token)
+        self._resolve_first(work.transfer, work.part)
+        return True
+
+    def _leave(self, work: Work) -> None:
+        """A part that waits is given up before it reached the engine."""
+        self._unuse(work.ready)
+        permit, work.permit = work.permit, None
+        if permit is None:
+            return
+        waited = self._in_line.pop(permit, None) is not None
+        self._start_admitted(self._admission.abandon(permit) if waited else self._admission.done(permit))
+
+    def _start_admitted(self, permits: Sequence[Permit]) -> None:
+        for permit in permits:
+            work = self._in_line.pop(permit, None)
+            if work is None:
+                continue  # closing has ended the whole line already
+            self._resubmit(work)
+
+    def _resubmit(self, work: Work) -> None:
+        """A part that waited goes on; its import may have gone meanwhile."""
+        work.ready.users -= 1
+        self._submit(work)
+        if work.ready.unwanted and not self._closed:
+            self._reach.left(work.ready)
+
+    def _retry_full(self) -> None:
+        """The engine may have room again: first come, first served."""
+        for _ in range(len(self._full)):
+            if not self._full:  # what completed inside the engine's call made room, and others were faster
+                return
+            work = self._full.popleft()
+            self._resubmit(work)
+            if self._full and self._full[-1] is work:  # still no room: back to its place
+                self._full.rotate(1)
+                return
+
+    def _finish(self, work: Work, token: int | None, event: Event) -> None:
+        if event.status == 0:
+            self._end(work, token, event.bytes, None)
+            return
+        transfer, ready = work.transfer, work.ready
+        error = error_for(
+            event.status,
+            sys_errno=event.sys_errno,
+            op_id=transfer.op_id,
+            peer=transfer.peer,
+            transport=ready.route.info.name,
+            segment=event.segment if event.segment >= 0 else None,
+        )
+        error = stale(error)
+        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
+            self._reach.drop(ready)
+        if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
+            error = transfer.cancelling
+        self._end(work, token, event.bytes, error)
+
+    def _pin(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+        regions = {part.region for part in parts if part.region}
+        for region in regions:
+            self._by_region.setdefault(region, set()).add(transfer)
+        transfer.on_settled(partial(self._unpin, regions))
+
+    def _unpin(self, regions: set[int], transfer: Transfer) -> None:
+        for region in regions:
+            users = self._by_region.get(region)
+            if users is not None:
+                users.discard(transfer)
+                if not users:
+                    del self._by_region[region]
+
+    # -- looking at a peer's memory in place ------------------------------------------------------------------
+
+    async def map(self, descriptor: RemoteDescriptor) -> tuple[memoryview, Import]:
+        """The remote memory itself, mapped (no copy), and what to `unmap`; needs a transport of this host that can
+        map.
+        """
+        if descriptor.kind != "dram":
+            raise TransportError("memory of an accelerator cannot be mapped", peer=descriptor.node_id, hint="use get")
+        found = await self._resolve(descriptor, None, mapped=True)
+        view = self.engine.mapping(found.handle)
+        if view is None:
+            self._reach.forget(descriptor)
+            raise TransportError(
+                "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
+            )
+        found.users += 1  # stays until `unmap`
+        return view, found
+
+    def unmap(self, found: Import) -> None:
+        """End of a `map`: nobody may look at the view any more."""
+        found.unwanted = True
+        self._unuse(found)
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == EventKind.PEER_DOWN:
+            self._reach.peer_down(event.id)
+            return
+        watcher = self._grant_watchers.get(event.id)
+        if watcher is not None:
+            watcher(event)
+        elif event.kind == EventKind.GRANT_LOST:
+            return  # a peer that was told nothing else has gone: nobody asked to hear of it
+        elif event.id in self._heard:
+            self._given_up("nobody_listens", event)
+        else:
+            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._given_up)
+
+    def _given_up(self, reason: str, event: Event) -> None:
+        self.unexpected.add("notice", reason)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
+        if self._closed:
+            return
+        self._closing = True
+        self.stalls.aclose()
+        try:
+            await self._tasks.aclose()
+        finally:
+            self._close_engine()
+        await asyncio.sleep(0)  # the completions that closing brought reach their transfers
+
+    def _close_engine(self) -> None:
+        if self._closed:
+            return
+        waiting = [*self._in_line.values(), *self._full]
+        self._in_line.clear()
+        self._full.clear()
+        self._reach.idle.stop()
+        for work in waiting:
+            work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
+        self._closed = True
+        self.engine.close()
+        for region in [region for same in self._regions.values() for region in same]:
+            region.plane_closed()
+        self._regions.clear()
+        self._kinds.clear()
+
+
+def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """What peers are told: each listening transport's endpoint, wildcards replaced by the advertised hosts."""
+    endpoints: dict[str, tuple[str, ...]] = {}
+    for info in transports:
+        if not info.endpoint:
+            continue
+        candidates: tuple[str, ...] = (info.endpoint,)
+        if not info.same_host:
+            bound = parse_address(info.endpoint)
+            hosts = tuple(advertise) if bound.host in WILDCARDS or advertise else (bound.host,)
+            candidates = tuple(format_address(host, bound.port) for host in hosts)
+        if candidates:
+            endpoints[info.name] = candidates
+    return endpoints

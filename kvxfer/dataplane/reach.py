@@ -1,0 +1,520 @@
+"""Reaching other engines: which transport leads to a descriptor's owner, connections, and imported grants.
+
+A descriptor is resolved once for each kind of memory of ours that is used with it (`choice.py`). The transports are
+tried in order, each with the owner's candidate endpoints, until one both connects and can import the grant; the reasons
+of those passed over are kept (`choices`). Connecting and importing are shared by everybody who waits for the same, and
+go on when one of them gives up.
+
+An import is known by everything that makes it a capability, the key included: a descriptor that only claims to be of
+the same engine and grant never meets the import of the genuine one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvxfer.config import Config
+from kvxfer.dataplane.choice import ANY_KIND, Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
+from kvxfer.dataplane.idle import Idle
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import (
+    KvxferError,
+    PeerError,
+    PeerIncarnationMismatch,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+    ResourceExhausted,
+    StaleDescriptor,
+    TooLarge,
+    TransportError,
+    UnknownRegion,
+    UnknownTransfer,
+    UsageError,
+)
+from kvxfer.native.engine import Engine, Event, TransportInfo
+from kvxfer.native.facts import ChoiceKind, MemoryKind
+from kvxfer.native.status import error_for
+from kvxfer.tasks import TaskOwner, shared
+
+IMPORTS_IDLE_MAX = 4096
+CHOICES_MAX = 1024
+DOWN_EARLY_MAX = 1024
+ImportKey = tuple[str, int, int, int, int, bytes]
+WayKey = tuple[ImportKey, int]  # and the transport's index
+NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`number_of`)
+K = TypeVar("K")
+T = TypeVar("T")
+
+log = logging.getLogger("kvxfer.reach")
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A connection to one engine over one transport."""
+
+    engine_id: str
+    info: TransportInfo
+    endpoint: str
+    peer: int
+    imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
+    down: bool = False
+    used: int = 0  # see `idle.py`
+    importing: int = 0
+    fresh: bool = True  # made for an import that has yet to begin
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """A remote grant that is ready for use. ``unwanted``: it goes when the last user has gone. ``needs``: what it was
+    chosen for.
+    """
+
+    key: WayKey = field(repr=False)
+    route: Route
+    handle: int
+    length: int
+    users: int = 0
+    unwanted: bool = False
+    needs: set[NeedKey] = field(default_factory=set, repr=False)
+
+
+class Reach:
+    """The connections and imports of one engine. All methods belong to the loop's thread."""
+
+    def __init__(self, engine: Engine, tasks: TaskOwner, allowed: Sequence[str] | None, *, config: Config) -> None:
+        self.engine = engine
+        self._tasks = tasks
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._engine_id = engine.engine_id.hex()
+        self._transports = sorted(engine.transports, key=lambda info: info.rank)
+        self._routes: dict[tuple[str, int, str], Route] = {}
+        self._routes_by_peer: dict[int, Route] = {}
+        self._connecting: dict[tuple[str, int, str], asyncio.Task[Route]] = {}
+        self._imports: OrderedDict[WayKey, Import] = OrderedDict()
+        self._chosen: dict[NeedKey, Import] = {}
+        self._importing: dict[WayKey, asyncio.Task[Import]] = {}
+        self._resolving: dict[NeedKey, asyncio.Task[Import]] = {}
+        self._unwanted: set[ImportKey] = set()  # of those being resolved
+        self._wanted: dict[ImportKey, int] = {}  # how many callers wait for one of these
+        self._unfit: OrderedDict[WayKey, PassedOver] = OrderedDict()  # found out by trying
+        self._down_early: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
+        self.choices: OrderedDict[tuple[str, str], Choice] = OrderedDict()
+        self.idle = Idle(
+            self._routes.values, self._busy, self._give_up, idle_s=config.peer_idle_s, wait_s=config.connect_s
+        )
+
+    def ready(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False
+    ) -> Import | None:
+        """The import of a descriptor for this need, if there is one."""
+        # Asked for each transfer, so `_need_key` is written out.
+        found = self._chosen.get(
+            (
+                descriptor.engine_id,
+                descriptor.grant,
+                descriptor.generation,
+                descriptor.length,
+                descriptor.access,
+                descriptor.key,
+                (ANY_KIND if local is None else local) | check << 2,
+            )
+        )
+        return found if found is not None else self._at_once(descriptor, Need(local, kind_there(descriptor), check))
+
+    def _at_once(self, descriptor: RemoteDescriptor, need: Need) -> Import | None:
+        """The best transport for this need may have the import already, made for another one."""
+        key = _key_of(descriptor)
+        if not any((key, info.index) in self._imports for info in self._transports):
+            return None
+        found, passed = self._any_way(key, need), self._missing(descriptor)
+        for info, verdict in self._judged(key, need, descriptor):
+            if found is not None or verdict is None:
+                found = found or self._imports.get((key, info.index))
+                break
+            passed.append(verdict)
+        if found is None or found.unwanted:
+            return None
+        if need.local is not None:
+            self._remember(need, found, passed)
+        need_key = _need_key(descriptor, number_of(need.local, need.check, need.mapped))
+        found.needs.add(need_key)
+        self._chosen[need_key] = found
+        return found
+
+    def _judged(
+        self, key: ImportKey, need: Need, descriptor: RemoteDescriptor
+    ) -> Iterator[tuple[TransportInfo, PassedOver | None]]:
+        """The transports in order, with what is known against each."""
+        for info in in_order(self._transports, need):
+            if info.own_engine and descriptor.engine_id != self._engine_id:
+                continue
+            yield info, self._unfit.get((key, info.index)) or self._forbidden(info) or unfit(info, need, descriptor)
+
+    def is_live(self, found: Import) -> bool:
+        """False once it was dropped."""
+        return self._imports.get(found.key) is found
+
+    async def resolve(
+        self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
+    ) -> Import:
+        """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
+        need_key = _need_key(descriptor, number_of(local, check, mapped))
+        ready = self._chosen.get(need_key)
+        if ready is not None:
+            ready.unwanted = False
+            self._imports.move_to_end(ready.key)
+            self.idle.use(ready.route)
+            return ready
+        self._unwanted.discard(_key_of(descriptor))
+        pending = self._resolving.get(need_key)
+        if pending is None:
+            need = Need(local, kind_there(descriptor), check, mapped)
+            pending = self._tasks.run(
+                self._resolve_once(need_key, need, descriptor), f"import grant {descriptor.grant}"
+            )
+            self._resolving[need_key] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._resolving, need_key, done))
+        key = need_key[:-1]
+        self._wanted[key] = self._wanted.get(key, 0) + 1
+        try:
+            return await shared(pending)
+        finally:  # the caller uses it before anybody else has a turn
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+            if self.idle.crowded:
+                asyncio.get_running_loop().call_soon(self.idle.freed)
+
+    async def _resolve_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+        key = _key_of(descriptor)
+        found = self._any_way(key, need)
+        if found is None:
+            found = await self._try_transports(key, need, descriptor)
+        if self.is_live(found):
+            found.needs.add(need_key)
+            self._chosen[need_key] = found
+        if key in self._unwanted:
+            # Whoever still waits for it finds that it is not live, and resolves anew.
+            if not any(other != need_key and other[:-1] == key for other in self._resolving):
+                self._unwanted.discard(key)
+            found.unwanted = True
+            self.left(found)
+        self._evict_idle()
+        return found
+
+    def _any_way(self, key: ImportKey, need: Need) -> Import | None:
+        """A notification alone goes the way that the grant is reached by already, if there is one."""
+        if need.local is not None or need.mapped:
+            return None
+        ways = (self._imports.get((key, info.index)) for info in self._transports)
+        return next((found for found in ways if found is not None and not found.unwanted), None)
+
+    async def _try_transports(self, key: ImportKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+        passed = self._missing(descriptor)
+        telling: KvxferError | None = None  # more than that nothing led there
+        for info, verdict in self._judged(key, need, descriptor):
+            if verdict is not None:
+                passed.append(verdict)
+                continue
+            for endpoint in descriptor.endpoints[info.name]:
+                try:
+                    found = await self._shared_import((key, info.index), info, endpoint, descriptor)
+                except (PeerError, ProtocolError, TransportError) as error:
+                    kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
+                    passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
+                    tells = isinstance(error, ResourceExhausted | PeerIncarnationMismatch)
+                    telling = error if tells and not isinstance(telling, ResourceExhausted) else telling
+                    continue
+                self._remember(need, found, passed)
+                return found
+        self._count(passed)
+        if telling is not None:
+            raise telling
+        raise PeerUnreachable(
+            f"no transport reaches the owner of this descriptor, {need.pair}"
+            + "".join(f"; {one.text}" for one in passed),
+            peer=descriptor.node_id,
+            it_offers=", ".join(descriptor.endpoints),
+            we_have=", ".join(info.name for info in self._transports),
+        )
+
+    def _missing(self, descriptor: RemoteDescriptor) -> list[PassedOver]:
+        """What the owner offers, and this machine was asked for but does not have."""
+        return [
+            PassedOver(None, ChoiceKind.REFUSED, f"{name}: not available here: {why}")
+            for name, why in self.engine.unavailable.items()
+            if name in descriptor.endpoints
+        ]
+
+    def _forbidden(self, info: TransportInfo) -> PassedOver | None:
+        if self._allowed is None or info.name in self._allowed:
+            return None
+        return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
+
+    async def _shared_import(
+        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+    ) -> Import:
+        """Over each transport a grant is imported once, whatever it is needed for."""
+        known = self._imports.get(way)
+        if known is not None:
+            known.unwanted = False
+            return known
+        pending = self._importing.get(way)
+        if pending is None:
+            pending = self._tasks.run(
+                self._by_route(way, info, endpoint, descriptor), f"import grant {descriptor.grant} by {info.name}"
+            )
+            self._importing[way] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._importing, way, done))
+        return await shared(pending)
+
+    def pass_over(self, found: Import, why: str) -> None:
+        """This grant cannot be used over this transport after all: the next one is tried from now on."""
+        info = found.route.info
+        self._unfit[found.key] = PassedOver(info, ChoiceKind.REFUSED, f"{info.name} {found.route.endpoint}: {why}")
+        while len(self._unfit) > CHOICES_MAX:
+            self._unfit.popitem(last=False)
+        self.drop(found)
+
+    async def _by_route(self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor) -> Import:
+        """Connect (if need be) and import; at the limit of descriptors or peers, idle connections are given up for it,
+        one at a time.
+        """
+        again = False
+        if self.idle.crowded and (descriptor.engine_id, info.index, endpoint) not in self._routes:
+            again = await self.idle.make_room()
+        while True:
+            try:
+                return await self._by_some_route(key, info, endpoint, descriptor)
+            except ResourceExhausted:
+                if not await self.idle.make_room(again=again):
+                    raise
+            again = True
+
+    def _busy(self, route: Route) -> bool:
+        """Somebody transfers, looks at mapped memory, or imports over it."""
+        if route.fresh or route.importing:
+            return True
+        return any(self._imports[key].users or key[0] in self._wanted for key in route.imports)
+
+    def _give_up(self, route: Route) -> asyncio.Future[Event]:
+        """An idle connection goes; whoever wants it again connects anew. Owners see us leave, not vanish."""
+        for key in tuple(route.imports):
+            self.drop(self._imports[key])
+        route.down = True
+        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        self._routes_by_peer.pop(route.peer, None)
+        return self.engine.close_peer(route.peer)
+
+    async def _by_some_route(
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+    ) -> Import:
+        """Import over the connection that there is; over a fresh one when that turns out to be dead."""
+        old = self._routes.get((descriptor.engine_id, info.index, endpoint))
+        if old is not None:
+            try:
+                return await self._import(key, old, descriptor)
+            except PeerLost:
+                if not old.down:
+                    self.peer_down(old.peer)
+        return await self._import(key, await self._route(descriptor.engine_id, info, endpoint), descriptor)
+
+    def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
+        """One line in the log for each engine, pair of memories and transport; the rest is counted."""
+        route = found.route
+        reasons = tuple(one.text for one in passed)
+        choice = Choice(route.engine_id, need.pair, route.info.name, route.endpoint, reasons)
+        before = self.choices.get((choice.engine_id, choice.pair))
+        self.choices[choice.engine_id, choice.pair] = choice
+        self.choices.move_to_end((choice.engine_id, choice.pair))
+        while len(self.choices) > CHOICES_MAX:
+            self.choices.popitem(last=False)
+        if before is None or before.transport != choice.transport:
+            over = "; passed over: " + "; ".join(reasons) if reasons else ""
+            log.info("engine %s, %s: by %s%s", choice.engine_id, choice.pair, choice.transport, over)
+        self._count(passed)
+        self.engine.count_choice(route.info.index, ChoiceKind.TAKEN)
+
+    def _count(self, passed: Sequence[PassedOver]) -> None:
+        # Several endpoints of one transport may have failed: it was passed over once.
+        for index, kind in {(one.info.index, one.kind) for one in passed if one.info is not None}:
+            self.engine.count_choice(index, kind)
+
+    async def _route(self, engine_id: str, info: TransportInfo, endpoint: str) -> Route:
+        key = (engine_id, info.index, endpoint)
+        route = self._routes.get(key)
+        if route is not None:
+            return route
+        pending = self._connecting.get(key)
+        if pending is None:
+            pending = self._tasks.run(self._connect_once(key, info), f"connect {info.name} {endpoint}")
+            self._connecting[key] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._connecting, key, done))
+        return await shared(pending)
+
+    async def _connect_once(self, key: tuple[str, int, str], info: TransportInfo) -> Route:
+        engine_id, _, endpoint = key
+        try:
+            peer, completion = self.engine.connect(info.index, endpoint)
+        except TooLarge as full:
+            hint = "raise peers_max, or wait until a transfer has ended"
+            why = "every connection of this engine is in use"
+            raise ResourceExhausted(why, peer=endpoint, transport=info.name, retryable=True, hint=hint) from full
+        except (UsageError, ValueError) as wrong:
+            # What is wrong with it came from the owner of the descriptor, not from our caller.
+            raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
+        event = await asyncio.shield(completion)
+        if event.status != 0:
+            raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
+        answered = event.answered_by
+        if answered not in ("", engine_id):
+            self._down_early.pop(peer, None)
+            self.engine.close_peer(peer)
+            why = "another engine answers there: the owner of this descriptor has ended"
+            hint = "get a new descriptor"
+            raise PeerIncarnationMismatch(
+                why, peer=endpoint, transport=info.name, hint=hint, expected=engine_id, actual=answered, retryable=False
+            )
+        if peer in self._down_early:
+            del self._down_early[peer]
+            self.engine.close_peer(peer)
+            raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
+        route = Route(engine_id, info, endpoint, peer)
+        self._routes[key] = route
+        self._routes_by_peer[peer] = route
+        self.idle.begun(route)
+        return route
+
+    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+        route.importing += 1
+        route.fresh = False
+        try:
+            return await self._import_once(key, route, descriptor)
+        finally:
+            route.importing -= 1
+            self.idle.freed()
+
+    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+        self.idle.use(route)
+        try:
+            handle, completion = self.engine.import_(
+                route.peer,
+                grant=descriptor.grant,
+                generation=descriptor.generation,
+                length=descriptor.length,
+                access=descriptor.access,
+                key=descriptor.key,
+            )
+        except UnknownRegion as gone:
+            raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
+        event = await asyncio.shield(completion)
+        if event.status != 0:
+            self.engine.release_import(handle)
+            refused = error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
+            raise stale(refused)
+        if route.down:
+            self.engine.release_import(handle)
+            raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
+        route.imports.add(key)
+        found = self._imports[key] = Import(key, route, handle, descriptor.length)
+        return found
+
+    def drop(self, found: Import) -> None:
+        """Let go of an import; harmless when that was done."""
+        if self._imports.get(found.key) is found:
+            del self._imports[found.key]
+            for need_key in found.needs:
+                self._chosen.pop(need_key, None)
+            found.route.imports.discard(found.key)
+            self.engine.release_import(found.handle)
+
+    def forget(self, descriptor: RemoteDescriptor) -> None:
+        """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
+        key = _key_of(descriptor)
+        for info in self._transports:
+            found = self._imports.get((key, info.index))
+            if found is not None:
+                found.unwanted = True
+                self.left(found)
+        if any(need_key[:-1] == key for need_key in self._resolving):
+            self._unwanted.add(key)
+
+    def left(self, found: Import) -> None:
+        """Somebody stopped using an import (see ``users``)."""
+        if found.unwanted and not found.users:
+            self.drop(found)
+
+    def _evict_idle(self) -> None:
+        while len(self._imports) > IMPORTS_IDLE_MAX:
+            idle = next((item for item in self._imports.values() if not item.users), None)
+            if idle is None:
+                return
+            self.drop(idle)
+
+    def peer_down(self, peer: int) -> None:
+        """A connection ended: its imports go, the next use connects anew."""
+        route = self._routes_by_peer.pop(peer, None)
+        if route is None:
+            self._down_early[peer] = None
+            while len(self._down_early) > DOWN_EARLY_MAX:
+                self._down_early.popitem(last=False)
+            return
+        route.down = True
+        self.idle.freed()
+        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        for key in tuple(route.imports):
+            found = self._imports.get(key)
+            if found is not None:
+                self.drop(found)
+        self.engine.close_peer(peer)
+
+
+def stale(error: KvxferError) -> KvxferError:
+    """Whoever holds a descriptor that its owner does not know (any more) holds an old one."""
+    if type(error) is not UnknownTransfer:
+        return error
+    found = StaleDescriptor(
+        "the owner has taken this memory back",
+        op_id=error.op_id,
+        peer=error.peer,
+        transport=error.transport,
+        status=error.status,
+        hint="get a new descriptor",
+    )
+    found.fields.update(error.fields)
+    return found
+
+
+def _key_of(descriptor: RemoteDescriptor) -> ImportKey:
+    return (
+        descriptor.engine_id,
+        descriptor.grant,
+        descriptor.generation,
+        descriptor.length,
+        descriptor.access,
+        descriptor.key,
+    )
+
+
+def _need_key(descriptor: RemoteDescriptor, number: int) -> NeedKey:
+    return (
+        descriptor.engine_id,
+        descriptor.grant,
+        descriptor.generation,
+        descriptor.length,
+        descriptor.access,
+        descriptor.key,
+        number,
+    )
+
+
+def _forget_task(table: dict[K, asyncio.Task[T]], key: K, done: asyncio.Task[T]) -> None:
+    del table[key]
+    if not done.cancelled():
+        done.exception()  # everybody who waited may have given up: then nobody is left to hear of a failure

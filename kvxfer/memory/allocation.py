@@ -1,0 +1,158 @@
+"""Making regions: what a wish of the application means, where it is allocated, and what is said when that differs.
+
+The idea: everything that blocks (drivers, page faults) runs in a thread that nobody can interrupt, so whoever waits may
+be cancelled, and what comes too late is given back. A region that is not what was asked for (host memory instead of a
+full device's, no NUMA binding) says so itself, in the log and in the counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import UsageError
+from kvxfer.memory import numa
+from kvxfer.memory.placement import Load, check_group, least_loaded
+from kvxfer.memory.sources import BorrowedMemory
+from kvxfer.native.engine import Engine, MemoryKind, RegionInfo
+from kvxfer.tasks import TaskOwner, shared
+
+log = logging.getLogger("kvxfer.memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A checked request. ``device`` None with a ``group``: the least loaded of it (empty: of all)."""
+
+    length: int
+    kind: MemoryKind
+    device: int | None = None
+    group: tuple[int, ...] | None = None
+    numa_node: object = None
+    spill: bool = False
+
+
+def kind_of(memory: object, device: object) -> MemoryKind:
+    """``memory`` is "dram" or "hbm"; "dram" of a device is host memory that its driver pinned."""
+    if memory not in ("dram", "hbm"):
+        raise UsageError('memory must be "dram" or "hbm"', field="memory", value=repr(memory)[:40])
+    if memory == "hbm" and device is None:
+        raise UsageError(
+            'memory="hbm" needs a device', field="device", hint='device=N, or device="auto" for the least loaded one'
+        )
+    if memory == "hbm":
+        return MemoryKind.HBM
+    return MemoryKind.DRAM if device is None else MemoryKind.PINNED
+
+
+def check_device(device: object) -> int:
+    """A device's number."""
+    if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < 1 << 31:
+        raise UsageError("device must be the number of a device", field="device", value=repr(device)[:40])
+    return device
+
+
+def wish(
+    length: int, memory: str, device: int | str | None, group: Sequence[int] | None, numa_node: object, spill: object
+) -> Wish:
+    """The request behind the arguments of `Client.alloc`. Raises `UsageError`."""
+    kind = kind_of(memory, device)
+    if spill not in (None, "dram"):
+        raise UsageError('spill must be None or "dram"', field="spill", value=repr(spill)[:40])
+    if spill is not None and kind is not MemoryKind.HBM:
+        raise UsageError('only memory="hbm" can spill', field="spill")
+    if group is not None and device != "auto":
+        raise UsageError('a group is chosen from with device="auto"', field="group")
+    if device == "auto":
+        members = () if group is None else check_group(group)
+        return Wish(length=length, kind=kind, group=members, numa_node=numa_node, spill=spill is not None)
+    number = None if device is None else check_device(device)
+    return Wish(length=length, kind=kind, device=number, numa_node=numa_node, spill=spill is not None)
+
+
+class Allocator:
+    """Allocates and registers for one client."""
+
+    def __init__(self, engine: Engine, tasks: TaskOwner) -> None:
+        self._engine = engine
+        self._tasks = tasks
+        self._working: set[asyncio.Task[RegionInfo]] = set()
+        self._pending_bytes: dict[int, int] = {}
+        self._choosing = threading.Lock()
+        self._told_numa = False
+
+    async def alloc(self, wanted: Wish) -> RegionInfo:
+        """Memory as wished. Errors: see `Client.alloc`."""
+        info = await self._off_loop(lambda: self._alloc(wanted), "alloc")
+        if info.spilled:
+            log.warning(
+                "device %s has no room for %d bytes: pinned host memory took them (region %d)",
+                *(info.device, info.length, info.id),
+            )
+        if info.numa == "not applied" and not self._told_numa:
+            self._told_numa = True
+            log.warning("this process may not choose the NUMA node of memory: %s was not applied", wanted.numa_node)
+        return info
+
+    async def register(self, found: BorrowedMemory) -> RegionInfo:
+        """Memory of the caller. Page tables are walked and drivers asked, for seconds perhaps: not on the loop."""
+        engine = self._engine
+
+        def work() -> RegionInfo:
+            return engine.register(
+                found.address, found.length, read_only=found.read_only, kind=found.kind, device=found.device
+            )
+
+        return await self._off_loop(work, "register")
+
+    async def settle(self) -> None:
+        """Wait for the threads that are inside: they cannot be stopped, and the engine would wait for them."""
+        if self._working:
+            await asyncio.wait(self._working)
+
+    async def _off_loop(self, work: Callable[[], RegionInfo], what: str) -> RegionInfo:
+        working = self._tasks.run(asyncio.to_thread(work), what)
+        self._working.add(working)
+        working.add_done_callback(self._working.discard)
+        try:
+            return await shared(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(self._drop_late)
+            raise
+
+    def _drop_late(self, done: asyncio.Future[RegionInfo]) -> None:
+        if not done.cancelled() and done.exception() is None and not self._engine.closed:
+            self._engine.release(done.result().id)
+
+    # In a thread from here on.
+
+    def _alloc(self, wanted: Wish) -> RegionInfo:
+        if wanted.group is None and wanted.device is None:
+            return self._engine.alloc(wanted.length, self._node(wanted, None))
+        with self._choosing:
+            device = wanted.device if wanted.group is None else self._least_loaded(wanted.group)
+            assert device is not None
+            self._pending_bytes[device] = self._pending_bytes.get(device, 0) + wanted.length
+        try:
+            node = self._node(wanted, device)
+            return self._engine.alloc(wanted.length, node, kind=wanted.kind, device=device, spill=wanted.spill)
+        finally:
+            with self._choosing:
+                self._pending_bytes[device] -= wanted.length
+
+    def _least_loaded(self, group: tuple[int, ...]) -> int:
+        candidates = group or tuple(range(self._engine.device_count()))
+        loads = []
+        for device in candidates:
+            seen = self._engine.device(device)
+            loads.append(Load(device=device, available_bytes=seen.available_bytes, live_tokens=seen.live_tokens))
+        return least_loaded(loads, self._pending_bytes)
+
+    def _node(self, wanted: Wish, device: int | None) -> int | None:
+        if wanted.numa_node is None:
+            return None
+        physical = self._engine.device(device).physical if device is not None and wanted.numa_node == "auto" else None
+        return numa.choose(wanted.numa_node, physical, on_device=device is not None)

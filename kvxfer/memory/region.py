@@ -1,0 +1,334 @@
+"""Registered memory as users hold it: `Region`, `Span` (a part of one) and `KVCache` (regions plus what the bytes
+mean).
+
+A region stays known to its plane, and thereby its memory alive, until its release is quiet: whatever the user forgets
+or cancels, no peer ever writes into memory that Python has given to somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.deadline import seconds
+from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
+from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
+from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.native.facts import MemoryKind
+from kvxfer.native.regions import not_addressable
+from kvxfer.tasks import shared
+
+COPY_INLINE_BYTES_MAX = 64 << 10  # of host memory: quicker than a thread
+
+if TYPE_CHECKING:
+    from kvxfer.dataplane.plane import DataPlane
+    from kvxfer.native.engine import Engine, RegionInfo
+
+
+def check_span(offset: object, length: object, limit: int, what: str) -> None:
+    """Offset and length in bytes must be integers inside ``limit``; errors name the field, the value and the limit."""
+    for name, value, least in (("offset", offset, 0), ("length", length, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidLength(f"{what}: {name} must be an integer", field=name, value=repr(value)[:80])
+        if not least <= value <= U64_MAX:
+            raise InvalidLength(
+                f"{what}: {name} must be {least} to 2^64-1 bytes", field=name, value=value, limit=U64_MAX
+            )
+    assert isinstance(offset, int)
+    assert isinstance(length, int)
+    if length > limit or offset > limit - length:
+        raise OutOfRange(f"{what}: the span leaves it", offset=offset, length=length, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``length`` bytes of a region from ``offset`` on."""
+
+    region: Region
+    offset: int
+    length: int
+
+    def descriptor(self, access: str = "rw", *, expires_in_s: float | None = None) -> RemoteDescriptor:
+        """A capability for exactly this span."""
+        return self.region.descriptor(access, offset=self.offset, length=self.length, expires_in_s=expires_in_s)
+
+
+class Region:
+    """Memory known to this process's engine. Made by `Client.alloc` or `Client.register`; release it with `release`.
+
+    ``region[a:b]`` is a `Span`. ``array`` (uint8, shape (length,)) is the memory itself, unless it is an accelerator's:
+    `read` and `write` copy from and to memory of every kind.
+    """
+
+    def __init__(self, plane: DataPlane, info: RegionInfo, array: npt.NDArray[np.uint8] | None, owner: object) -> None:
+        self._plane = plane
+        self._info = info
+        self._owner: object | None = owner
+        self._grants: set[int] = set()
+        self._lent: dict[int, Callable[[], None]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._quiet: asyncio.Future[Any] | None = None
+        self._copies: set[asyncio.Task[None]] = set()
+        self._array = array
+        plane.hold(self)
+
+    @property
+    def id(self) -> int:
+        """The engine's id of this region; never used again in this process."""
+        return self._info.id
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return self._info.length
+
+    @property
+    def generation(self) -> int:
+        """Changes with each registration, so that old descriptors are recognised."""
+        return self._info.generation
+
+    @property
+    def info(self) -> RegionInfo:
+        """Everything the engine says about it."""
+        return self._info
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory itself: uint8, shape (length,). Raises `UsageError` when the CPU cannot touch it."""
+        if self._array is None and self._info.on_device:
+            raise not_addressable(self._info)
+        if self._array is None:
+            raise UnknownRegion(f"region {self.id} was released", region=self.id)
+        return self._array
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Where the bytes are."""
+        return self._info.kind
+
+    @property
+    def device(self) -> int | None:
+        """The accelerator that the memory belongs to, or that reaches it (pinned host memory)."""
+        return self._info.device
+
+    async def write(self, offset: int, data: Any) -> None:
+        """Copy ``data`` (anything with a contiguous buffer) to ``offset`` on; works for memory of every kind.
+
+        Meanwhile the region cannot be released, and ``data`` must not change. Cancelled, the copy still ends by itself.
+        """
+        try:
+            view = memoryview(data)
+        except TypeError as wrong:
+            raise UsageError(f"cannot write a {type(data).__name__}", hint="pass bytes or a numpy array") from wrong
+        if not view.contiguous:
+            raise UsageError("cannot write memory that is not contiguous", hint="pass a copy of it")
+        if view.nbytes:
+            check_span(offset, view.nbytes, self.length, f"region {self.id}")
+            await self._copy(lambda engine: engine.write(self.id, offset, view), view.nbytes)
+
+    async def read(self, offset: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
+        """A copy of ``length`` bytes (None: all) from ``offset`` on: uint8, shape (length,); for memory of every kind.
+
+        Meanwhile the region cannot be released.
+        """
+        if length is None:
+            check_span(offset, 1, self.length, f"region {self.id}")
+            length = self.length - offset
+        check_span(offset, length, self.length, f"region {self.id}")
+        target = np.empty(length, dtype=np.uint8)
+        await self._copy(lambda engine: engine.read_into(self.id, offset, target), length)
+        return target
+
+    async def _copy(self, work: Callable[[Engine], None], length: int) -> None:
+        self.require()
+        if self._array is not None and length <= COPY_INLINE_BYTES_MAX:
+            work(self._plane.engine)
+            return
+        running = self._plane.off_loop(work, f"copy of region {self.id}")
+        self._copies.add(running)
+        running.add_done_callback(self._copies.discard)
+        await shared(running)
+
+    def __len__(self) -> int:
+        return self._info.length
+
+    def __getitem__(self, index: slice) -> Span:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            raise UsageError("a region is sliced in bytes without a step", value=repr(index)[:80])
+        start = 0 if index.start is None else index.start
+        stop = self.length if index.stop is None else index.stop
+        for name, value in (("start", start), ("stop", stop)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InvalidLength(f"slice {name} must be an integer", value=repr(value)[:80])
+        check_span(start, stop - start, self.length, f"region {self.id}")
+        return Span(self, start, stop - start)
+
+    def require(self, plane: DataPlane | None = None) -> None:
+        """Raise `UnknownRegion` when it was released, or does not belong to this plane."""
+        if self._quiet is not None:
+            raise UnknownRegion(f"region {self.id} was released", region=self.id)
+        if plane is not None and plane is not self._plane:
+            raise UnknownRegion(f"region {self.id} belongs to another client", region=self.id)
+
+    def descriptor(
+        self, access: str = "rw", *, offset: int = 0, length: int | None = None, expires_in_s: float | None = None
+    ) -> RemoteDescriptor:
+        """A new capability for ``length`` bytes from ``offset`` on; ``access`` is "r", "w" or "rw".
+
+        Every call makes another one with its own key; `revoke` takes a single one back. With ``expires_in_s`` it is
+        revoked by itself after that many seconds.
+        """
+        self.require()
+        rights = ACCESS_BY_NAME.get(access)
+        if rights is None:
+            raise UsageError("access must be r, w or rw", field="access", value=repr(access)[:20])
+        if length is None:
+            check_span(offset, 1, self.length, f"region {self.id}")
+            length = self.length - offset
+        check_span(offset, length, self.length, f"region {self.id}")
+        if expires_in_s is not None:
+            expires_in_s = seconds(expires_in_s, "expires_in_s", limit_s=SECONDS_MAX)
+        made = self._plane.export(self._info, offset, length, rights, expires_in_s)
+        self._grants.add(made.grant)
+        if expires_in_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[made.grant] = loop.call_later(expires_in_s, self.take_back, made.grant)
+        return made
+
+    def lend(self, access: str, on_released: Callable[[], None]) -> RemoteDescriptor:
+        """A descriptor of all of it for a whole flow, which is called when the region is released under it."""
+        made = self.descriptor(access)
+        self._lent[made.grant] = on_released
+        return made
+
+    def take_back(self, grant: int) -> asyncio.Future[Any]:
+        """End a descriptor without waiting; the future resolves when no peer can move a byte through it."""
+        self._forget(grant)
+        self._plane.unwatch(grant)
+        if self._quiet is not None:
+            return self._quiet  # the release took it back
+        return self._plane.revoke_in_background(grant)
+
+    def _forget(self, grant: int) -> None:
+        self._grants.discard(grant)
+        self._lent.pop(grant, None)
+        timer = self._timers.pop(grant, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def revoke(self, descriptor: RemoteDescriptor) -> None:
+        """Take one descriptor back; returns when no peer can move a byte through it any more."""
+        if descriptor.grant not in self._grants:
+            raise UnknownRegion("this descriptor is not (or no longer) one of this region", grant=descriptor.grant)
+        await asyncio.shield(self.take_back(descriptor.grant))
+
+    async def release(self, *, drain: bool = False) -> None:
+        """Forget the memory: refuse new access at once, return when no peer can reach it.
+
+        Raises `RegionBusy` while transfers of this process use it, or with ``drain=True`` waits for them. Offers,
+        publications and shares of it end. Cancelled, the release goes on; calling it again waits for it. Memory that
+        was registered twice stays registered for the other region, whose descriptors stay valid.
+        """
+        if self._quiet is None or self._quiet.done():
+            self.require()
+            await self._before_release(drain)
+            if self._quiet is None:
+                self._begin_release()
+        assert self._quiet is not None
+        await asyncio.shield(self._quiet)
+
+    async def _before_release(self, drain: bool) -> None:
+        if self._copies and not drain:
+            raise RegionBusy(f"region {self.id} is read or written", region=self.id, hint="await it, or drain=True")
+        if self._copies:
+            await asyncio.wait(self._copies)
+        if self._plane.twins(self):
+            return
+        if drain:
+            await self._plane.drain_region(self.id)
+        elif self._plane.region_transfers(self.id):
+            raise RegionBusy(
+                f"region {self.id} has transfers in flight",
+                region=self.id,
+                transfers=" ".join(str(op) for op in self._plane.region_transfers(self.id)[:16]),
+                hint="await or cancel them, or release(drain=True)",
+            )
+
+    def _begin_release(self) -> None:
+        # Where the memory stays registered (for a twin, perhaps one that is just being made), the descriptors of this
+        # region do not end by themselves.
+        waiting: list[asyncio.Future[Any]] = [self._plane.revoke_in_background(grant) for grant in self._grants]
+        waiting.append(self._plane.release(self))
+        lent = tuple(self._lent.values())
+        self._quiet = asyncio.gather(*waiting)
+        self._quiet.add_done_callback(self._released)
+        for grant in tuple(self._grants):
+            self._forget(grant)
+        for tell in lent:
+            tell()
+
+    def _released(self, _: object) -> None:
+        self._owner = None
+        if self.kind is MemoryKind.PINNED:
+            self._array = None  # as long as somebody looks at it, nobody else gets this memory
+
+    def plane_closed(self) -> None:
+        """The engine is gone, and with it whatever could reach the memory."""
+        for grant in tuple(self._grants):
+            self._forget(grant)
+
+    def __repr__(self) -> str:
+        return f"<Region {self.id} {self.length} bytes{'' if self._quiet is None else ' released'}>"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """A KV cache: its layout, and the regions that its layer placements index."""
+
+    layout: CacheLayout
+    regions: tuple[Region, ...]
+
+    def __init__(self, layout: CacheLayout, regions: Region | Sequence[Region]) -> None:
+        found: tuple[Any, ...] = (regions,) if isinstance(regions, Region) else tuple(regions)
+        if not isinstance(layout, CacheLayout) or not all(isinstance(region, Region) for region in found):
+            raise UsageError("a KVCache is a CacheLayout and one or more Regions", field="regions")
+        highest = max(placement.region for placement in layout.placements)
+        if highest >= len(found):
+            raise GeometryMismatch(
+                "the layout refers to a region that was not given",
+                field="placements.region",
+                value=highest,
+                limit=len(found) - 1,
+            )
+        for index, needed in layout.region_bytes().items():
+            if found[index].length < needed:
+                raise GeometryMismatch(
+                    "the layout does not fit into its region", field="region", value=found[index].length, needed=needed
+                )
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "regions", found)
+
+    def require(self, plane: DataPlane) -> None:
+        """Every region is live and belongs to this plane."""
+        for region in self.regions:
+            region.require(plane)
+
+    def check_table(self, table: BlockTable, *, may_repeat: bool = False) -> None:
+        """The table names blocks that this cache has, and no more tokens than they hold."""
+        if not isinstance(table, BlockTable):
+            raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
+        limit = len(table.blocks) * self.layout.geometry.block_tokens
+        if table.tokens > limit:
+            raise OutOfRange("the table names more tokens than its blocks hold", value=table.tokens, limit=limit)
+        if len(table.blocks) and int(table.blocks.max()) >= self.layout.blocks:
+            highest = int(table.blocks.max())
+            raise OutOfRange(
+                "the table names a block that the cache does not have", value=highest, limit=self.layout.blocks - 1
+            )
+        if not may_repeat and len(np.unique(table.blocks)) != len(table.blocks):
+            raise UsageError("the table names a block twice", field="table.blocks")

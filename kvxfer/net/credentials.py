@@ -1,0 +1,129 @@
+"""What this node proves itself with: secrets and certificate, read from their files again whenever those change.
+
+The idea: whoever dials or accepts asks for the current ones, so a change concerns new connections and no old one. A new
+file that cannot be used changes nothing: what was read before stays in force, the log says why, and a metric counts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
+
+TLS, SECRET = "tls", "secret"
+DAY_S = 86400
+
+Signature = tuple[tuple[int, int, int] | int, ...]
+
+log = logging.getLogger("kvxfer.credentials")
+
+
+class Credentials:
+    """Secrets and certificate by the options of a configuration. Raises `ConfigError` when they cannot be used.
+
+    ``wall`` gives Unix time. ``failures`` counts, for `tls` and `secret`, new files that could not be used, ``reloads``
+    those that could.
+    """
+
+    def __init__(self, config: Config, *, wall: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._wall = wall
+        self._files = {
+            TLS: tuple(path for path in (config.tls_cert, config.tls_key, config.tls_ca) if path),
+            SECRET: (config.secret_file,) if config.secret_file else (),
+        }
+        self._seen = {what: signature(paths) for what, paths in self._files.items()}
+        self.secrets: tuple[bytes, ...] = config.read_secrets()
+        self._contexts = self._read_contexts()
+        self.failures = {TLS: 0, SECRET: 0}
+        self.reloads = {TLS: 0, SECRET: 0}
+
+    def __repr__(self) -> str:
+        return f"<Credentials secrets={len(self.secrets)} tls={self._contexts is not None}>"
+
+    @property
+    def secret(self) -> bytes:
+        """The secret that this side uses; empty: none."""
+        return self.secrets[0] if self.secrets else b""
+
+    @property
+    def uses_tls(self) -> bool:
+        return self._contexts is not None
+
+    @property
+    def node_id(self) -> str:
+        """The node that the certificate is for; empty without one."""
+        return "" if self._contexts is None else self._contexts.own.node_id
+
+    @property
+    def expires_in_s(self) -> float | None:
+        """Until the certificate is no longer valid; negative when it is not any more, None without one."""
+        return None if self._contexts is None else self._contexts.own.expires_at - self._wall()
+
+    @property
+    def watches(self) -> bool:
+        """There are files that may change."""
+        return any(self._files.values())
+
+    def channel(self, side: Side) -> Channel | None:
+        """TLS for one more connection; None without a certificate."""
+        return None if self._contexts is None else Channel(self._contexts.of(side), side)
+
+    def poll(self) -> None:
+        """Read again what has changed since the last look."""
+        for what, paths in self._files.items():
+            found = signature(paths)
+            if found != self._seen[what]:
+                self._seen[what] = found
+                self._reload(what)
+
+    def reload(self) -> None:
+        """Read everything again, changed or not."""
+        for what, paths in self._files.items():
+            self._seen[what] = signature(paths)
+            if paths:
+                self._reload(what)
+
+    def _reload(self, what: str) -> None:
+        try:
+            if what == TLS:
+                self._contexts = self._read_contexts(self.node_id)
+            else:
+                self.secrets = self._config.read_secrets()
+        except ConfigError as refused:
+            self.failures[what] += 1
+            log.error("the new files of %s cannot be used, the old ones stay in force: %s", what, refused)
+            return
+        self.reloads[what] += 1
+        if self.expires_in_s is not None and what == TLS:
+            log.info("the certificate was read again; it expires in %.1f days", self.expires_in_s / DAY_S)
+        else:
+            log.info("the shared secret was read again; %d are accepted", len(self.secrets))
+
+    def _read_contexts(self, node_id: str = "") -> Contexts | None:
+        config = self._config
+        if not config.tls_cert:
+            return None
+        contexts = load_contexts(config.tls_cert, config.tls_key, config.tls_ca)
+        if node_id and contexts.own.node_id != node_id:
+            why = "the new certificate is for another node than this one"
+            raise ConfigError(why, key="tls_cert", running=node_id, certificate=contexts.own.node_id)
+        return contexts
+
+
+def signature(paths: tuple[str, ...]) -> Signature:
+    """What changes when one of the files is written or replaced; links are followed."""
+    found: list[tuple[int, int, int] | int] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as gone:
+            found.append(gone.errno or 0)
+        else:
+            found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+    return tuple(found)

@@ -1,0 +1,512 @@
+"""One control connection, seen from either end: requests, replies, unsolicited messages, and the one reason it ended.
+
+The idea that makes it simple: everything that may be said on the wire is decided by the pure session; the link only
+moves its bytes, runs its clock and keeps the table of pending requests. It is an `asyncio.Protocol`, so a link owns no
+task: one timer follows the session's next deadline. Whatever happens to the connection, every pending request ends with
+the same error, and `closed` carries it. Used by the daemon and by the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from kvxfer.addresses import Address, format_address
+from kvxfer.config import DEFAULT_NAMESPACE, Config
+from kvxfer.errors import (
+    ClosedError,
+    DaemonUnavailable,
+    InternalError,
+    KvxferError,
+    PeerBackpressure,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+)
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.dial import dial_any, reason
+from kvxfer.net.listeners import peer_credentials
+from kvxfer.net.requests import REPLIES, Requests
+from kvxfer.net.secure import SecureTransport, Wire
+from kvxfer.net.tls import Channel
+from kvxfer.wire import messages as m
+from kvxfer.wire.codec import Message, encode
+from kvxfer.wire.faults import refusal
+from kvxfer.wire.framing import PREAMBLE, FrameDecoder
+from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, State, Step
+
+UNFINISHED_TLS = "the other side ended the connection during the TLS handshake"
+FLUSH_S = 0.7  # a closing link may take this long to send what is queued
+MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
+OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
+
+log = logging.getLogger("kvxfer.link")
+
+OnMessage = Callable[["Link", Message], None]
+OnLink = Callable[["Link"], None]
+Random = Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """What this side says about itself. ``incarnation`` empty: a random one for this link alone."""
+
+    role: str
+    name: str = ""
+    engine_id: str = ""
+    counters_path: str = ""
+    node_id: str = ""
+    incarnation: str = ""
+    namespace: str = ""
+
+    def session_facts(self, random: Random) -> Facts:
+        """The same as the session wants it."""
+        return Facts(
+            role=self.role,
+            node_id=self.node_id,
+            incarnation=self.incarnation or random(16).hex(),
+            name=self.name,
+            pid=os.getpid(),
+            engine_id=self.engine_id,
+            counters_path=self.counters_path,
+            namespace="" if self.namespace == DEFAULT_NAMESPACE else self.namespace,
+        )
+
+
+class Link(asyncio.Protocol):
+    """A control connection. Made by `dial`, `dial_unix` or an `Acceptor`; belongs to one event loop.
+
+    ``peer`` is what the other side said about itself, set once ``ready`` is done; ``pid`` and ``uid`` are what the
+    kernel says about the other end of a Unix socket. ``closed`` resolves with the error that says why the link ended,
+    ``gone`` when its socket is closed.
+    ``on_message`` gets whatever is no reply, ``on_late`` the replies whose request had been given up.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: Config,
+        *,
+        on_message: OnMessage | None = None,
+        on_late: OnMessage | None = None,
+        on_connected: OnLink | None = None,
+        on_ready: OnLink | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._secure: SecureTransport | None = None
+        self._session = session
+        self._config = config
+        self._decoder = FrameDecoder(expect_preamble=session.side == "acceptor")
+        self._transport: Wire | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0  # uvloop's handles do not tell when they are due, once that has passed
+        self._flush: asyncio.TimerHandle | None = None
+        self._waits_for_turn = False
+        self._lost = False
+        self._lost_by: Exception | None = None
+        self._requests = Requests(config.requests_max)
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self._on_connected = on_connected
+        self._on_ready = on_ready
+        self.on_message = on_message
+        self.on_late = on_late
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(_retrieve)
+        self.closed: asyncio.Future[KvxferError] = self._loop.create_future()
+        self.peer = Facts(incarnation="")
+        self.name = ""
+        self.pid = 0
+        self.uid: int | None = None
+        self.late_replies = 0
+        self._greeting: Sequence[Message] = ()
+
+    def __repr__(self) -> str:
+        return f"<Link {self.name} {self._session.state.value}>"
+
+    # -- making one ------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def dial(
+        cls,
+        addresses: Sequence[str],
+        facts: LinkFacts,
+        config: Config,
+        *,
+        credentials: Credentials | None = None,
+        authorise: Callable[[Facts], None] | None = None,
+        expected_node_id: str = "",
+        timeout: float | None = None,
+        on_message: OnMessage | None = None,
+        on_late: OnMessage | None = None,
+        random: Random = secrets.token_bytes,
+    ) -> Link:
+        """A ready link to the first of the candidate ``addresses`` that answers, within ``timeout`` seconds.
+
+        Raises `PeerUnreachable` with every candidate's reason; `NotKvxfer`, `AuthenticationError`, `VersionMismatch`,
+        `IdentityMismatch` or another refusal when somebody answered.
+        """
+
+        async def attempt(address: Address) -> Link:
+            session = Session(
+                "dialler",
+                facts.session_facts(random),
+                config,
+                nonce=random(32),
+                now=asyncio.get_running_loop().time(),
+                secret=credentials.secret if credentials else b"",
+                more_secrets=credentials.secrets[1:] if credentials else (),
+                expected_node_id=expected_node_id,
+                authorise=authorise,
+            )
+            channel = credentials.channel("dialler") if credentials else None
+            link = cls(session, config, on_message=on_message, on_late=on_late, channel=channel)
+            async with asyncio.timeout(config.connect_s):
+                await link._loop.create_connection(lambda: link, address.host, address.port)
+            return await link._until_ready()
+
+        limit_s = config.connect_s + config.handshake_s if timeout is None else timeout
+        return await dial_any(addresses, attempt, timeout=limit_s, discard=Link.abort)
+
+    @classmethod
+    async def dial_unix(
+        cls,
+        path: str,
+        facts: LinkFacts,
+        config: Config,
+        *,
+        on_message: OnMessage | None = None,
+        on_late: OnMessage | None = None,
+        random: Random = secrets.token_bytes,
+    ) -> Link:
+        """A ready link to the daemon of this node. Raises `DaemonUnavailable`, or what the daemon refused with."""
+        now = asyncio.get_running_loop().time()
+        session = Session("dialler", facts.session_facts(random), config, nonce=random(32), now=now)
+        link = cls(session, config, on_message=on_message, on_late=on_late)
+        try:
+            async with asyncio.timeout(config.connect_s):
+                await link._loop.create_unix_connection(lambda: link, str(path))
+            if link.uid not in (os.getuid(), 0, None, *config.socket_users):
+                link.abort()
+                raise DaemonUnavailable(f"the socket {path} is served by another user", uid=link.uid)
+            return await link._until_ready()
+        except (OSError, PeerLost, PeerUnreachable) as failure:
+            hint = "start a daemon with `kvxfer serve`, or set socket_dir to where one listens"
+            why = reason(failure)
+            raise DaemonUnavailable(f"no daemon answers at {path}: {why}", peer=str(path), hint=hint) from failure
+
+    async def _until_ready(self) -> Link:
+        try:
+            await asyncio.shield(self.ready)
+        except BaseException:
+            self.abort()
+            await asyncio.shield(self.gone)
+            raise
+        return self
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Requests whose reply is still to come."""
+        return len(self._requests)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def greeted(self) -> bool:
+        """The other side has said who it is, proven or not."""
+        return self._session.state is not State.ACCEPTED
+
+    @property
+    def usable(self) -> bool:
+        """Open, and the peer has not announced that it leaves."""
+        return self.ready.done() and not self.closed.done() and self._session.goodbye is None
+
+    async def request(self, message: Message, *, timeout: float) -> Message:
+        """Send a message and wait for its reply. An `Error` reply is raised as the typed error that it names.
+
+        Raises `TransferTimeout` after ``timeout`` seconds, what ended the link when it ends first; `TooManyPending`,
+        `PeerBackpressure` or `UsageError` when nothing was sent. Cancelling leaves no state.
+        """
+        number = self._send_request(message)
+        return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+
+    def notify(self, message: Message) -> None:
+        """Send a request whose reply nobody waits for. Raises like `send`, and `TooManyPending`."""
+        self._requests.forget(self._send_request(message))
+
+    def send(self, message: Message) -> None:
+        """Queue a message, or raise and send nothing.
+
+        Raises `PeerBackpressure` when `link_queue_bytes_max` is reached, `TooLarge` and `UsageError` for what cannot be
+        sent on this link, and what ended the link when it has ended.
+        """
+        if self.closed.done():
+            raise self._copy_of_reason()
+        if not self.ready.done() or (self._transport is None and not self._lost):
+            raise ClosedError("the link is not ready", peer=self.name)
+        self._session.check_send(message)
+        if self._transport is None:
+            return  # lost already; `closed` says so when all that had come is handled
+        frame = encode(message, self._config.frame_control_bytes_max)
+        limit = self._config.link_queue_bytes_max
+        if self._transport.get_write_buffer_size() + len(frame) > limit:
+            raise PeerBackpressure("the peer does not keep up", peer=self.name, bytes=len(frame), limit=limit)
+        self._transport.write(frame)
+
+    def _send_request(self, message: Message) -> int:
+        number = self._requests.number(self.name)
+        self.send(replace(cast(Any, message), rid=number))
+        return number
+
+    def _reply(self, message: Message) -> None:
+        if not self._requests.take(message, self.name):
+            self.late_replies += 1
+            if self.on_late is not None:
+                self.on_late(self, message)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    async def wait_closed(self) -> KvxferError:
+        """Wait until the connection is gone; returns the reason."""
+        await asyncio.shield(self.gone)
+        return self.closed.result()
+
+    async def aclose(self, reason: str) -> None:
+        """Say goodbye, send what is queued (for less than a second), close."""
+        self.start_close(reason)
+        await self.wait_closed()
+
+    def start_close(self, reason: str) -> None:
+        """`aclose` without the waiting."""
+        if self.closed.done():
+            return
+        if self.ready.done() and self._transport is not None:
+            self._transport.write(encode(m.Goodbye(reason=reason)))
+        self._end(ClosedError(f"this side closed the link: {reason}", peer=self.name))
+
+    def say_goodbye(self, reason: str) -> None:
+        """Announce that this side begins nothing new and will close; what runs goes on."""
+        self.send(m.Goodbye(reason=reason))
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Drop the connection at once."""
+        self._end(ClosedError(f"this side dropped the link: {reason}", peer=self.name))
+        if self._transport is not None:
+            self._transport.abort()
+
+    def set_urgent(self, urgent: bool) -> None:
+        """Something live depends on the peer (or no longer): notice within seconds when it is lost."""
+        if urgent != self._session.urgent:
+            self._session.set_urgent(urgent)
+            self._arm()
+
+    def _end(self, error: KvxferError) -> None:
+        """The one way to end: everybody who waits hears ``error``, then the transport flushes and closes."""
+        if self.closed.done():
+            return
+        error.peer = error.peer or self.name or None
+        self.closed.set_result(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.ready.done():
+            self.ready.set_exception(copy.copy(error))
+        self._requests.fail(error)
+        if self._transport is not None:
+            self._flush = self._loop.call_later(FLUSH_S, self._transport.abort)
+            self._transport.close()
+
+    def _copy_of_reason(self) -> KvxferError:
+        return copy.copy(self.closed.result())
+
+    # -- what the event loop calls ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire = cast(asyncio.Transport, transport)
+        if self._channel is not None:
+            self._secure = SecureTransport(wire, self._channel)
+        self._transport = self._secure or wire
+        self._learn_endpoint(transport)
+        if self.closed.done():
+            self._transport.abort()
+            return
+        if self._on_connected is not None:
+            self._on_connected(self)
+            if self.closed.done():
+                return
+        self._greeting = self._session.start(self._loop.time())
+        if self._secure is not None:
+            self._secure.start()
+        else:
+            self._greet()
+        self._arm()
+
+    def _greet(self) -> None:
+        """Nothing stands between the two sides any more."""
+        if self._transport is not None and self._session.side == "dialler":
+            self._transport.write(PREAMBLE)
+        for message in self._greeting:
+            self._write(message)
+
+    def _decrypted(self, secure: SecureTransport, channel: Channel, data: bytes) -> bytes:
+        """What the other side said, when it has proved who it is; ends the link when it cannot."""
+        proved = channel.peer is not None
+        try:
+            data = secure.receive(data)
+        except KvxferError as wrong:
+            if channel.plain:
+                secure.write_plain(encode(refusal(wrong)))
+            self._do(self._session.fail(wrong))
+            return b""
+        if channel.peer is not None and not proved:
+            self._session.certify(channel.peer.node_id)
+            self._greet()
+        return data
+
+    def _learn_endpoint(self, transport: asyncio.BaseTransport) -> None:
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family == socket.AF_UNIX:
+            self.pid, self.uid = peer_credentials(connection)
+            self.name = f"daemon with pid {self.pid}" if self._session.side == "dialler" else f"pid {self.pid}"
+        else:
+            name = transport.get_extra_info("peername")
+            self.name = format_address(str(name[0]), int(name[1])) if name else "unknown"
+
+    def data_received(self, data: bytes) -> None:
+        if self._secure is not None and self._channel is not None:
+            if self.closed.done():
+                return
+            data = self._decrypted(self._secure, self._channel, data)
+        self._session.heard(self._loop.time())
+        self._decoder.feed(data)
+        if not self._waits_for_turn:
+            self._take()
+
+    def _take(self) -> bool:
+        """Handle some of what has been received; whether there may be more."""
+        messages = self._decoder.feed(b"")
+        for _ in range(MESSAGES_PER_TURN):
+            if self.closed.done():
+                return False
+            try:
+                message = next(messages, None)
+            except ProtocolError as wrong:
+                self._do(self._session.fail(wrong))
+                return False
+            if message is None:
+                self._arm()
+                return False
+            self._do(self._session.receive(message, self._loop.time()))
+        if self._transport is not None and not self._waits_for_turn:
+            self._waits_for_turn = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._next_turn)
+        return True
+
+    def _next_turn(self) -> None:
+        if self.gone.done():
+            return
+        if self._take():
+            self._loop.call_soon(self._next_turn)
+            return
+        self._waits_for_turn = False
+        if self._lost:
+            self._finish()
+        elif self._transport is not None and not self.closed.done():
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lost, self._lost_by = True, exc
+        if self.closed.done() or not self._waits_for_turn:  # what came before the end counts
+            self._finish()
+
+    def _finish(self) -> None:
+        exc, self._lost_by = self._lost_by, None
+        if not self.closed.done():
+            step = self._session.end(self._decoder.buffered)
+            if self._channel is not None and self._channel.peer is None and isinstance(step.event, Closed):
+                step = Step(event=Closed(error=PeerLost(f"{UNFINISHED_TLS}: has it a tls_cert, too?")))
+            if exc is not None and isinstance(step.event, Closed):
+                step.event.error.fields["cause"] = reason(exc)
+            self._do(step)
+        for timer in (self._timer, self._flush):
+            if timer is not None:
+                timer.cancel()
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    # -- what the session decides ----------------------------------------------------------------------------
+
+    def _do(self, step: Step) -> None:
+        for message in step.send:
+            self._write(message)
+        event = step.event
+        if isinstance(event, Deliver):
+            self._deliver(event.message)
+        elif isinstance(event, Established):
+            self._established(event)
+        elif isinstance(event, Closed):
+            self._end(event.error)
+
+    def _write(self, message: Message) -> None:
+        if self._transport is None or self.closed.done():
+            return
+        self._transport.write(encode(message))
+        limit = self._config.link_queue_bytes_max + OWN_REPLIES_BYTES_MAX
+        if self._transport.get_write_buffer_size() > limit:
+            self.abort("the peer sends but does not read")
+
+    def _established(self, event: Established) -> None:
+        self._decoder.frame_bytes_max = self._config.frame_control_bytes_max
+        self.peer = event.peer
+        if self.uid is None and event.peer.node_id:
+            self.name = f"{event.peer.node_id[:8]} at {self.name}"
+        elif event.peer.name:
+            self.name = f"{event.peer.name} ({self.name})"
+        self.ready.set_result(None)
+        if self._on_ready is not None:
+            self._on_ready(self)
+
+    def _deliver(self, message: Message) -> None:
+        if isinstance(message, REPLIES):
+            self._reply(message)
+        elif self.on_message is not None:
+            try:
+                self.on_message(self, message)
+            except Exception:  # a bug on this side: told to the log and to the peer, and it costs this link only
+                log.exception("%s: handling of %s failed", self.name, type(message).__name__)
+                self._do(self._session.fail(InternalError(f"handling of {type(message).__name__} failed")))
+
+    def _arm(self) -> None:
+        """Follow the session's deadline. A timer that fires early only looks again, so life needs no re-arming."""
+        due = self._session.deadline()
+        if due is None or (self._timer is not None and not self._timer.cancelled() and self._timer_due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._tick)
+        self._timer_due = due
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._do(self._session.tick(self._loop.time()))
+        if not self.closed.done():
+            self._arm()
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()

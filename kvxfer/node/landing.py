@@ -1,0 +1,333 @@
+"""The landing pool: memory of the daemon that takes a push whose decode worker is not chosen yet, and outlives
+workers.
+
+The idea: a landing is two postings over one piece of memory, one after the other. While it is written there is a
+ticket with a single, write-only claim, made for the worker that asked. The commit, a notification behind the bytes,
+revokes the write access; when the engine says that nothing can write any more, the same memory is posted read-only as
+a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
+lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
+landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
+is `BusyError` at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgpack
+import numpy as np
+
+from kvxfer.config import Config
+from kvxfer.dataplane.plane import DataPlane
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
+from kvxfer.errors import BusyError, ClosedError, ConfigError, KvxferError, TooLarge, UsageError
+from kvxfer.native.engine import Event, EventKind, RegionInfo
+from kvxfer.net.link import Link
+from kvxfer.node.dispatch import Dispatcher
+from kvxfer.rendezvous import actions as act
+from kvxfer.tasks import TaskOwner
+from kvxfer.wire import messages as m
+from kvxfer.wire import tags
+
+PAGE_BYTES, LARGE_BYTES = 4 << 10, 2 << 20  # sizes are rounded up, so that memory can be used again
+PREWARM_BYTES = 64 << 20  # prewarmed memory comes in pieces of this size
+PIECES_MAX = 1024  # each of them is a descriptor of this process, of which links need some as well
+WASTE_FACTOR = 4  # a kept piece may be this much larger than what it is used for
+
+log = logging.getLogger("kvxfer.landing")
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """One landing from its request to the moment when its memory is quiet."""
+
+    namespace: str
+    key: str
+    length: int
+    body: bytes = field(repr=False)
+    lease_s: float
+    region: RegionInfo | None = None
+    size: int = 0
+    grant: int = 0  # the live one: for writing first, for reading after the commit
+    ticket: str = ""
+    posting: str = ""
+    committed: bool = False
+    ended: bool = False
+    quiet: list[asyncio.Future[Event]] = field(default_factory=list)
+
+
+class LandingPool:
+    """All landings of one daemon, at most `landing_bytes_max` bytes of them, kept pieces included."""
+
+    def __init__(
+        self, plane: DataPlane, dispatcher: Dispatcher, owner: TaskOwner, config: Config, clock: Callable[[], float]
+    ) -> None:
+        self._plane = plane
+        self._dispatcher = dispatcher
+        self._owner = owner
+        self._bytes_max = config.landing_bytes_max
+        self._prewarm_bytes = config.landing_prewarm_bytes
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self._prewarm_bytes > host_bytes:
+            raise ConfigError(
+                "more memory is to be touched at the start than this host has",
+                key="landing_prewarm_bytes",
+                value=self._prewarm_bytes,
+                accepted=f"at most {host_bytes}",
+            )
+        self._clock = clock
+        self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
+        self._by_posting: dict[str, Landing] = {}
+        self._kept: list[RegionInfo] = []  # free for the next landing, smallest first
+        self._pieces = 0  # kept ones, those in use, and those that are being allocated
+        self._pieces_max = max(1, min(PIECES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self.used_bytes = 0
+        self.kept_bytes = 0
+        self.quarantined = 0
+        self.landed = 0
+        self.refused = 0
+
+    @property
+    def live(self) -> int:
+        """Landings that are written, wait for adoption or are adopted."""
+        return len(self._by_key)
+
+    # -- asking for one --------------------------------------------------------------------------------------
+
+    def land(self, link: Link, message: m.Land) -> None:
+        """Answer a request for a landing, at once or when its memory is allocated.
+
+        Raises `BusyError` when the pool is full, `TooLarge` for what can never fit, `UsageError` for a key in use.
+        """
+        if _rounded(message.length) > self._bytes_max:  # it would never find room
+            raise TooLarge(
+                "larger than the landing pool",
+                bytes=_rounded(message.length),
+                limit=self._bytes_max,
+                option="landing_bytes_max",
+            )
+        namespace = self._dispatcher.registry.namespace_of(link)
+        if (namespace, message.key) in self._by_key:
+            raise UsageError("there is a landing with this key already", key=message.key)
+        landing = Landing(
+            namespace=namespace, key=message.key, length=message.length, body=message.body, lease_s=message.lease_s
+        )
+        landing.region = self._take(_rounded(message.length))
+        landing.size = _rounded(message.length) if landing.region is None else landing.region.length
+        self.used_bytes += landing.size
+        self._by_key[namespace, landing.key] = landing
+        if landing.region is not None:
+            self._offer(landing, link, message)
+        else:
+            self._owner.spawn(self._allocate(landing, link, message), "allocate a landing")
+
+    async def prewarm(self) -> None:
+        """Allocate what the configuration wants ready."""
+        while self.kept_bytes + self.used_bytes < self._prewarm_bytes:
+            missing = self._prewarm_bytes - self.kept_bytes - self.used_bytes
+            size = min(PREWARM_BYTES, _rounded(missing))
+            if self.kept_bytes + self.used_bytes + size > self._bytes_max:
+                return
+            self.used_bytes += size  # nobody else may take the room meanwhile
+            self._pieces += 1
+            try:
+                region = await asyncio.to_thread(self._plane.engine.alloc, size)
+            except KvxferError as error:
+                self._pieces -= 1
+                log.warning("cannot prewarm the landing pool: %s", error)
+                return
+            finally:
+                self.used_bytes -= size
+            self._keep(region)
+
+    def _take(self, size: int) -> RegionInfo | None:
+        """A kept piece, or None when one may be allocated; makes room for it. Raises `BusyError`."""
+        fitting = [region for region in self._kept if region.length >= size]
+        room = self.used_bytes + self.kept_bytes + size <= self._bytes_max and self._pieces < self._pieces_max
+        if fitting and (fitting[0].length <= size * WASTE_FACTOR or not room):
+            self._kept.remove(fitting[0])
+            self.kept_bytes -= fitting[0].length
+            return fitting[0]
+        if self.used_bytes + size > self._bytes_max or self._pieces - len(self._kept) >= self._pieces_max:
+            self.refused += 1
+            raise BusyError(
+                "the landing pool is full",
+                bytes=size,
+                used_bytes=self.used_bytes,
+                limit=self._bytes_max,
+                option="landing_bytes_max",
+                hint="try again when a landing was adopted, or raise landing_bytes_max there",
+            )
+        while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:
+            region = self._kept.pop(0)
+            self._pieces -= 1
+            self.kept_bytes -= region.length
+            self._plane.engine.release(region.id)
+        self._pieces += 1
+        return None
+
+    async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
+        try:
+            landing.region = await asyncio.to_thread(self._plane.engine.alloc, landing.size)
+        except KvxferError as error:
+            self._forget(landing)
+            self._pieces -= 1
+            self.used_bytes -= landing.size
+            self._dispatcher.refuse(link, message.rid, error)
+            return
+        self._offer(landing, link, message)
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def _offer(self, landing: Landing, link: Link, message: m.Land) -> None:
+        """The memory is there: give the asker the single claim of a ticket for writing it."""
+        try:
+            if link.closed.done():
+                raise ClosedError("the one who asked is gone")
+            body = self._grant(landing, ACCESS_WRITE)
+            posted, rest = self._dispatcher.post_own(
+                kind="ticket",
+                key=landing.key,
+                body=body,
+                lease_s=landing.lease_s,
+                claims_max=1,
+                namespace=landing.namespace,
+            )
+        except KvxferError as error:
+            self._end(landing, str(error))
+            self._dispatcher.refuse(link, message.rid, error)
+            return
+        landing.ticket = posted.posting
+        self._by_posting[landing.ticket] = landing
+        claimed = self._dispatcher.registry.claim(
+            self._clock(),
+            link,
+            message.rid,
+            kind="ticket",
+            posting=posted.posting,
+            secret=posted.secret,
+            engine_id=message.engine_id,
+        )
+        self._dispatcher.run([*rest, *claimed])
+        if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
+            self._end(landing, "could not be claimed")
+
+    def _grant(self, landing: Landing, access: int) -> bytes:
+        """Access to the memory, as the body of a posting."""
+        assert landing.region is not None
+        made: RemoteDescriptor = self._plane.export(landing.region, 0, landing.length, access, landing.lease_s)
+        landing.grant = made.grant
+        self._plane.watch(made.grant, lambda event: self._on_engine(landing, event))
+        packed: bytes = msgpack.packb({"descriptor": made.to_dict(), "body": landing.body})
+        return packed
+
+    def _on_engine(self, landing: Landing, event: Event) -> None:
+        if landing.ended or landing.committed:
+            return
+        if event.kind == EventKind.GRANT_LOST:
+            self._end(landing, "its writer vanished before the commit")
+        elif event.kind == EventKind.NOTIFY:
+            kind = tags.unpack(event.tag).kind
+            if kind == tags.COMMIT:
+                landing.committed = True
+                self._owner.spawn(self._publish(landing), "publish a landing")
+            elif kind == tags.ABORT:
+                self._end(landing, "its writer gave up")
+
+    # -- adopting --------------------------------------------------------------------------------------------
+
+    async def _publish(self, landing: Landing) -> None:
+        """Committed: nothing may write any more; then it can be adopted."""
+        self._revoke(landing)
+        await asyncio.gather(*landing.quiet)
+        if landing.ended:
+            return
+        landing.quiet.clear()
+        try:
+            body = self._grant(landing, ACCESS_READ)
+            posted, rest = self._dispatcher.post_own(
+                kind="landing",
+                key=landing.key,
+                body=body,
+                lease_s=landing.lease_s,
+                claims_max=1,
+                namespace=landing.namespace,
+            )
+        except KvxferError as error:
+            self._end(landing, str(error))
+            return
+        self.landed += 1
+        landing.posting = posted.posting
+        self._by_posting[landing.posting] = landing
+        self._dispatcher.run(rest)
+
+    def on_event(self, event: act.Notify) -> None:
+        """Something happened to one of the daemon's own postings."""
+        landing = self._by_posting.get(event.posting)
+        if landing is None or event.what in ("claimed", "orphaned"):
+            return  # the data path tells whether a claimant whose daemon is out of reach goes on
+        if event.posting == landing.posting:
+            self._end(landing, event.what)
+            return
+        done = event.what == "settled" and event.code == "done"
+        if done and not landing.committed:
+            self._plane.engine.drain()  # the commit came before the settlement, it may not have been read
+        if landing.committed:
+            self._by_posting.pop(event.posting, None)
+            self._dispatcher.withdraw_own(event.posting, "the landing is written")
+        elif not done:
+            self._end(landing, f"{event.what} {event.code}".strip())
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _end(self, landing: Landing, why: str) -> None:
+        if landing.ended:
+            return
+        landing.ended = True
+        log.debug("the landing %s ends: %s", landing.key, why)
+        self._forget(landing)
+        self._revoke(landing)
+        if landing.region is not None:
+            self.quarantined += 1
+            self._owner.spawn(self._reuse(landing, landing.region), "reuse a landing")
+
+    def _forget(self, landing: Landing) -> None:
+        self._by_key.pop((landing.namespace, landing.key), None)
+        for posting in (landing.ticket, landing.posting):
+            if self._by_posting.pop(posting, None) is not None:
+                self._dispatcher.withdraw_own(posting, "the landing has ended")
+
+    def _revoke(self, landing: Landing) -> None:
+        if landing.grant:
+            landing.quiet.append(self._plane.revoke_in_background(landing.grant))
+            landing.grant = 0
+
+    async def _reuse(self, landing: Landing, region: RegionInfo) -> None:
+        """Quarantine: the memory is used again only when no peer can reach it any more, and then holds zeros."""
+        await asyncio.gather(*landing.quiet)
+        # A mapping of the memory ends at a page, and so may what was written through it.
+        written = self._plane.engine.buffer(region)[: _rounded(landing.length)]
+        await asyncio.to_thread(_clear, written)
+        self.quarantined -= 1
+        self.used_bytes -= landing.size
+        self._keep(region)
+
+    def _keep(self, region: RegionInfo) -> None:
+        self.kept_bytes += region.length
+        self._kept.append(region)
+        self._kept.sort(key=lambda kept: kept.length)
+
+
+def _clear(memory: memoryview) -> None:
+    """Zero the memory; runs off the loop, and lets go of it when the engine closes meanwhile (it stays mapped)."""
+    np.frombuffer(memory, dtype=np.uint8).fill(0)
+
+
+def _rounded(length: int) -> int:
+    step = PAGE_BYTES if length <= LARGE_BYTES else LARGE_BYTES
+    return -(-length // step) * step

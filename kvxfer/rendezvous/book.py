@@ -1,0 +1,494 @@
+"""The postings of this node, their claims, and the claims that wait: the half of the registry that matches.
+
+The idea: a claim that cannot be served now waits in the line of what it asked for, and everything that may free a
+place (a posting, a failed claim) serves that line in order. Methods raise `KvxferError` before they change anything,
+and return the actions otherwise. Who may do what is decided here; who is linked at all, in `registry.py`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections.abc import Callable, Iterable
+
+from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, Config
+from kvxfer.errors import (
+    BY_CODE,
+    AccessDenied,
+    InternalError,
+    KvxferError,
+    LeaseExpired,
+    PeerDraining,
+    PeerLost,
+    TooManyPending,
+    UnknownTransfer,
+    UsageError,
+    WrongKey,
+)
+from kvxfer.rendezvous.actions import Action, Claimed, Done, Notify, Posted, Refused
+from kvxfer.rendezvous.postings import (
+    FOUND_BY_KEY,
+    SINGLE_USE,
+    Claim,
+    ClaimKey,
+    Ended,
+    EndedMemory,
+    Line,
+    Party,
+    Posting,
+    Waiter,
+    WaitingRoom,
+    check_posting,
+    gone,
+    is_greedy,
+    not_served,
+    used_up,
+)
+from kvxfer.rendezvous.tally import AIMS, WITHDRAWN, Tally
+from kvxfer.rendezvous.timeline import Timeline
+
+DETAIL_CHARS_MAX = 1000
+_ID_ATTEMPTS = 8
+
+
+class Book:
+    """All postings of one daemon. `random(n)` gives n unpredictable bytes."""
+
+    def __init__(self, config: Config, *, node_id: str, incarnation: str, random: Callable[[int], bytes]) -> None:
+        self._config = config
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._random = random
+        self._postings: dict[str, Posting] = {}
+        self._by_key: dict[Line, Posting] = {}
+        self._orphans: dict[str, dict[ClaimKey, Claim]] = {}  # by the claimant's node
+        self._waiting = WaitingRoom(config.waiting_max)
+        self._ended = EndedMemory(config.expired_memory_max)
+        self._timeline: Timeline[tuple[str, str, int]] = Timeline()
+        self.tally = Tally()
+        self.posting_bytes = 0
+        self.claims = 0
+        self.draining = False
+
+    @property
+    def postings(self) -> int:
+        return len(self._postings)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def orphans(self) -> int:
+        return sum(map(len, self._orphans.values()))
+
+    @property
+    def remembered(self) -> int:
+        return len(self._ended)
+
+    def knows(self, posting_id: str) -> bool:
+        """The posting is or was one of this node."""
+        return posting_id in self._postings or self._ended.get(posting_id) is not None
+
+    def next_deadline(self) -> float | None:
+        return self._timeline.next()
+
+    # -- the owner -------------------------------------------------------------------------------------------
+
+    def post(
+        self,
+        now: float,
+        party: Party,
+        rid: int,
+        *,
+        kind: str,
+        key: str,
+        body: bytes,
+        lease_s: float,
+        claims_max: int,
+        namespace: str = "",
+    ) -> list[Action]:
+        """Post in the party's namespace; the daemon itself also in others."""
+        if self.draining:
+            raise PeerDraining("this node is shutting down and takes no new postings")
+        if not party.is_worker:
+            raise AccessDenied("only a worker of this node may post here")
+        check_posting(kind, key, body, claims_max)
+        self._check_room(party, len(body))
+        line: Line = (namespace or party.namespace, kind, key)
+        if kind in FOUND_BY_KEY and line in self._by_key:
+            raise UsageError(f"this {kind} is already posted", key=key)
+        deadline = self._deadline(now, kind, lease_s)
+        posting = Posting(
+            id=self._new_id(),
+            secret=self._random(16),
+            owner=party,
+            kind=kind,
+            key=key,
+            body=body,
+            places=1 if kind in SINGLE_USE else claims_max,
+            deadline=deadline,
+            namespace=line[0],
+        )
+        self._postings[posting.id] = party.postings[posting.id] = posting
+        self.posting_bytes += len(body)
+        party.posting_bytes += len(body)
+        if kind in FOUND_BY_KEY:
+            self._by_key[line] = posting
+            self._ended.renewed(line)
+        if deadline is not None:
+            self._timeline.set(("posting", posting.id, 0), deadline)
+        return [_posted(now, party, rid, posting), *self._serve(now, posting)]
+
+    def renew(self, now: float, party: Party, rid: int, posting_id: str, lease_s: float) -> list[Action]:
+        posting = self._owned(party, posting_id)
+        posting.deadline = self._deadline(now, posting.kind, lease_s)
+        if posting.deadline is None:
+            self._timeline.drop(("posting", posting.id, 0))
+        else:
+            self._timeline.set(("posting", posting.id, 0), posting.deadline)
+        return [_posted(now, party, rid, posting)]
+
+    def withdraw(self, now: float, party: Party, rid: int, posting_id: str, reason: str) -> list[Action]:
+        """Withdrawing what has already ended is harmless."""
+        if posting_id not in self._postings and self._remembered(party, posting_id) is not None:
+            return [Done(link=party.link, rid=rid)]
+        posting = self._owned(party, posting_id)
+        return [Done(link=party.link, rid=rid), *self._end(now, posting, "withdrawn", "", reason)]
+
+    def owner_lost(self, now: float, posting: Posting) -> list[Action]:
+        """The owner is gone; the claimants are told at once."""
+        return self._end(now, posting, "lost", PeerLost.code, f"{posting.owner.name} ended")
+
+    def drain(self, now: float) -> list[Action]:
+        """Withdraw what nobody has claimed, send waiters away, and take nothing new. What is claimed goes on."""
+        self.draining = True
+        actions: list[Action] = []
+        for waiter in self._waiting.everybody():
+            self._drop_waiter(waiter)
+            actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=PeerDraining("the node shuts down")))
+        for posting in [posting for posting in self._postings.values() if not posting.claims]:
+            notice = Notify(
+                link=posting.owner.link, posting=posting.id, claim=0, what="withdrawn", code=PeerDraining.code
+            )
+            actions += [notice, *self._end(now, posting, "withdrawn", PeerDraining.code, "")]
+        return actions
+
+    # -- the claimant ----------------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        now: float,
+        party: Party,
+        rid: int,
+        *,
+        kind: str,
+        key: str,
+        posting_id: str,
+        secret: bytes,
+        wait_s: float,
+        engine_id: str,
+    ) -> list[Action]:
+        if self.draining:
+            raise PeerDraining("this node is shutting down")
+        if not 0 <= wait_s <= self._config.wait_s_max:
+            raise UsageError("bad wait", wait_s=wait_s, wait_s_max=self._config.wait_s_max)
+        found = self._find_by_id(party, kind, posting_id, secret) if posting_id else self._find_by_key(party, kind, key)
+        posting = found
+        if posting is not None and posting.free:
+            return self._match(now, posting, party, rid, engine_id)
+        line: Line = ("", "", posting_id) if posting_id else (party.namespace, kind, key)
+        why = "nothing is posted under this key" if posting is None else "all its places are taken"
+        if wait_s == 0:
+            raise not_served(line, why)
+        waiter = self._waiting.enter(party, rid, line, engine_id, why)
+        self._timeline.set(("waiter", "", waiter.number), now + wait_s)
+        return []
+
+    def settle(
+        self, now: float, party: Party, rid: int, key: ClaimKey, outcome: str, code: str, detail: str
+    ) -> list[Action]:
+        """End a claim, by its claimant or by the posting's owner. Doing it again is harmless and counts once."""
+        posting_id, number = key
+        posting = self._visible(party, posting_id)
+        known: Posting | Ended | None = posting or self._remembered(party, posting_id)
+        if known is None or not 1 <= number <= known.issued:
+            raise UnknownTransfer("no such claim", posting=posting_id[:40], claim=number)
+        claim = posting.claims.get(number) if posting is not None else None
+        done: list[Action] = [Done(link=party.link, rid=rid)]
+        if posting is None or claim is None:
+            return done
+        claimant = _is_claimant(party, claim)
+        if not claimant and party is not posting.owner:
+            raise AccessDenied("this claim is somebody else's", posting=posting_id, claim=number)
+        if outcome == "done":
+            return done + self._settle(now, claim, "settled", "done", detail, tell=claimant)
+        # A daemon that lost its worker says so with this code.
+        what = "lost" if outcome == "failed" and code == PeerLost.code else "settled"
+        told = code if code not in ("", "done") else outcome
+        return done + self._settle(now, claim, what, told, detail, tell=claimant)
+
+    def claimant_lost(self, now: float, claim: Claim) -> list[Action]:
+        """The claimant is gone for good."""
+        name = claim.party.name if claim.party is not None else "the claimant's node"
+        return self._settle(now, claim, "lost", PeerLost.code, f"{name} ended", tell=True)
+
+    def orphan(self, now: float, claim: Claim) -> list[Action]:
+        """The claimant's daemon is out of reach. The claim stays: the data path may still work."""
+        assert claim.party is not None
+        del claim.party.claims[claim.key]
+        claim.party = None
+        self._orphans.setdefault(claim.node_id, {})[claim.key] = claim
+        if claim.posting.deadline is None:
+            # Nothing else would ever end it.
+            self._timeline.set(("orphan", *claim.key), now + self._config.lease_s)
+        return [_notice(claim, "orphaned", PeerLost.code, "the claimant's node is out of reach")]
+
+    def adopt_orphans(self, party: Party) -> None:
+        """The claimant's daemon is back, and it is still the process that made the claims."""
+        for claim in list(self._orphans.get(party.node_id, {}).values()):
+            if claim.incarnation == party.incarnation and claim.posting.namespace == party.namespace:
+                self._forget_orphan(claim)
+                self.hand_over(claim, party)
+
+    def hand_over(self, claim: Claim, party: Party) -> None:
+        """From now on the claimant is reached over another link."""
+        if claim.party is not None:
+            del claim.party.claims[claim.key]
+        claim.party = party
+        party.claims[claim.key] = claim
+
+    def stop_waiting(self, party: Party) -> None:
+        """The link of these waiters is gone; nobody needs an answer."""
+        for waiter in list(party.waiters.values()):
+            self._drop_waiter(waiter)
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for what, posting_id, number in self._timeline.pop_due(now):
+            # An earlier one of the same moment may have ended what a later one is about.
+            posting = self._postings.get(posting_id)
+            waiter = self._waiting.get(number) if what == "waiter" else None
+            if waiter is not None:
+                self._drop_waiter(waiter)
+                error = not_served(waiter.line, waiter.why)
+                actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
+            elif posting is not None and what == "orphan":
+                actions += self.claimant_lost(now, posting.claims[number])
+            elif posting is not None and what == "posting":
+                owner, code = posting.owner.link, LeaseExpired.code
+                actions.append(Notify(link=owner, posting=posting.id, claim=0, what="expired", code=code))
+                actions += self._end(now, posting, "expired", code, "")
+        return actions
+
+    # -- the parts -------------------------------------------------------------------------------------------
+
+    def _check_room(self, party: Party, size: int) -> None:
+        config, live = self._config, len(self._postings)
+        if live >= config.postings_max or is_greedy(len(party.postings), live, config.postings_max):
+            raise TooManyPending("too many postings on this node", postings_max=config.postings_max)
+        greedy = is_greedy(party.posting_bytes, self.posting_bytes, config.posting_bytes_max)
+        if greedy or self.posting_bytes + size > config.posting_bytes_max:
+            raise TooManyPending("the postings of this node are full", posting_bytes_max=config.posting_bytes_max)
+
+    def _new_id(self) -> str:
+        for _ in range(_ID_ATTEMPTS):
+            found = self._random(16).hex()
+            if found not in self._postings and self._ended.get(found) is None:
+                return found
+        raise InternalError("the random source repeats itself")
+
+    def _deadline(self, now: float, kind: str, lease_s: float) -> float | None:
+        if not math.isfinite(lease_s) or not 0 <= lease_s <= self._config.lease_s_max:
+            raise UsageError("bad lease", lease_s=str(lease_s), lease_s_max=self._config.lease_s_max)
+        if lease_s == 0 and kind == "region":
+            return None
+        return now + (lease_s or self._config.lease_s)
+
+    def _owned(self, party: Party, posting_id: str) -> Posting:
+        posting = self._visible(party, posting_id)
+        if posting is None:
+            raise gone(posting_id, self._remembered(party, posting_id))
+        if posting.owner is not party:
+            raise AccessDenied("the posting belongs to another worker", posting=posting_id)
+        return posting
+
+    def _visible(self, party: Party, posting_id: str) -> Posting | None:
+        """The posting, unless it is another namespace's: then there is none."""
+        posting = self._postings.get(posting_id)
+        return posting if posting is not None and posting.namespace == party.namespace else None
+
+    def _remembered(self, party: Party, posting_id: str) -> Ended | None:
+        ended = self._ended.get(posting_id)
+        return ended if ended is not None and ended.namespace == party.namespace else None
+
+    def _find_by_id(self, party: Party, kind: str, posting_id: str, secret: bytes) -> Posting:
+        posting = self._visible(party, posting_id)
+        if posting is None:
+            raise gone(posting_id, self._remembered(party, posting_id))
+        if not hmac.compare_digest(posting.secret, secret):
+            raise WrongKey("the secret does not match the posting's", posting=posting_id)
+        if kind and kind != posting.kind:
+            raise UnknownTransfer(f"the posting is no {kind[:40]}", posting=posting_id)
+        if posting.used_up:
+            raise used_up(posting)
+        return posting
+
+    def _find_by_key(self, party: Party, kind: str, key: str) -> Posting | None:
+        if kind not in FOUND_BY_KEY:
+            raise AccessDenied("this kind is claimed with posting and secret, not by key", kind=kind[:40])
+        line: Line = (party.namespace, kind, key)
+        if self._ended.expired(line):
+            raise LeaseExpired(f"the {kind} ran out", key=key[:KEY_CHARS_MAX])
+        return self._by_key.get(line)
+
+    def _match(self, now: float, posting: Posting, party: Party, rid: int, engine_id: str) -> list[Action]:
+        limit = self._config.claims_max
+        if self.claims >= limit or is_greedy(len(party.claims), self.claims, limit):
+            raise TooManyPending("too many live claims on this node", claims_max=self._config.claims_max)
+        if posting.issued >= CLAIM_NUMBER_MAX:
+            raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
+        posting.issued += 1
+        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now)
+        posting.claims[claim.number] = party.claims[claim.key] = claim
+        self.claims += 1
+        answer = Claimed(
+            link=party.link,
+            rid=rid,
+            posting=posting.id,
+            claim=claim.number,
+            body=posting.body,
+            expires_in_s=posting.expires_in_s(now),
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+        )
+        return [answer, _notice(claim, "claimed", "", "")]
+
+    def _settle(self, now: float, claim: Claim, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
+        posting = claim.posting
+        self._forget_claim(now, claim, code)
+        if posting.kind in SINGLE_USE or (posting.kind == "ticket" and what == "settled" and code == "done"):
+            posting.spent += 1
+        told: list[Action] = [_notice(claim, what, code, detail)] if tell else []
+        return [*told, *self._serve(now, posting)]
+
+    def _serve(self, now: float, posting: Posting) -> list[Action]:
+        """Give free places to those who wait for this posting, by its id or by its key, oldest first."""
+        actions: list[Action] = []
+        lines: list[Line] = [("", "", posting.id)]
+        if posting.kind in FOUND_BY_KEY:
+            lines.append(posting.line)
+        while posting.free and (waiter := self._waiting.oldest(lines)) is not None:
+            self._drop_waiter(waiter)
+            try:
+                actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id)
+            except KvxferError as error:
+                actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
+        return actions + (self._send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
+
+    def _send_away(self, line: Line, error: KvxferError) -> list[Action]:
+        actions: list[Action] = []
+        for waiter in self._waiting.line(line):
+            self._drop_waiter(waiter)
+            actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
+        return actions
+
+    def _end(self, now: float, posting: Posting, how: str, code: str, detail: str) -> list[Action]:
+        """The posting is gone: tell its claimants and those who wait for it."""
+        reason = code or (detail if detail in AIMS or detail in BY_CODE else WITHDRAWN)
+        actions: list[Action] = []
+        for claim in list(posting.claims.values()):
+            if claim.party is not None and (how != "lost" or claim.party is not posting.owner):
+                actions.append(_notice(claim, how, code, detail, to=claim.party))
+            self._forget_claim(now, claim, reason)
+        del self._postings[posting.id], posting.owner.postings[posting.id]
+        if posting.kind in FOUND_BY_KEY:
+            del self._by_key[posting.line]
+        self.posting_bytes -= len(posting.body)
+        posting.owner.posting_bytes -= len(posting.body)
+        self._timeline.drop(("posting", posting.id, 0))
+        self._ended.add(posting, how)
+        return actions + self._send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
+
+    def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
+        if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected
+            self.tally.add(claim.posting.kind, reason, now - claim.since)
+        del claim.posting.claims[claim.number]
+        self.claims -= 1
+        if claim.party is None:
+            self._forget_orphan(claim)
+        else:
+            del claim.party.claims[claim.key]
+
+    def _forget_orphan(self, claim: Claim) -> None:
+        of_node = self._orphans[claim.node_id]
+        del of_node[claim.key]
+        if not of_node:
+            del self._orphans[claim.node_id]
+        self._timeline.drop(("orphan", *claim.key))
+
+    def _drop_waiter(self, waiter: Waiter) -> None:
+        self._waiting.leave(waiter)
+        self._timeline.drop(("waiter", "", waiter.number))
+
+    def check(self, parties: Iterable[Party]) -> None:
+        """Assert internal consistency; `parties` are all that are linked."""
+        config = self._config
+        linked = list(parties)
+        postings = self._postings.values()
+        claims = [claim for posting in postings for claim in posting.claims.values()]
+        assert len(postings) <= config.postings_max
+        assert self.posting_bytes == sum(len(posting.body) for posting in postings) <= config.posting_bytes_max
+        assert self.posting_bytes == sum(party.posting_bytes for party in linked)
+        assert self.claims == len(claims) <= config.claims_max
+        assert {posting.id for posting in postings} == {name for party in linked for name in party.postings}
+        assert {key: self._postings[posting.id] for key, posting in self._by_key.items()} == {
+            posting.line: posting for posting in postings if posting.kind in FOUND_BY_KEY
+        }
+        assert all(claim.party.namespace == claim.posting.namespace for claim in claims if claim.party is not None)
+        for posting in postings:
+            assert posting.owner.postings[posting.id] is posting
+            assert not posting.places or posting.spent + len(posting.claims) <= posting.places
+            assert all(number == claim.number <= posting.issued for number, claim in posting.claims.items())
+            assert self._ended.get(posting.id) is None
+            lines = [("", "", posting.id), posting.line][: 1 + (posting.kind in FOUND_BY_KEY)]
+            assert not (posting.free and self._waiting.oldest(lines)), "somebody waits for a free place"
+        held = [claim for party in linked for claim in party.claims.values()]
+        orphans = [claim for of_node in self._orphans.values() for claim in of_node.values()]
+        assert len(held) + len(orphans) == len(claims)
+        assert {claim.key for claim in [*held, *orphans]} == {claim.key for claim in claims}
+        assert all(claim.party is None for claim in orphans)
+        assert all(claim.party is party for party in linked for claim in party.claims.values())
+        assert sum(len(party.waiters) for party in linked) == len(self._waiting)
+        timed = sum(posting.deadline is not None for posting in postings) + len(self._waiting)
+        assert timed <= len(self._timeline) <= timed + len(orphans), "a deadline without anything that ends, or missing"
+        self._waiting.check()
+        self._ended.check()
+
+
+def _posted(now: float, party: Party, rid: int, posting: Posting) -> Posted:
+    return Posted(
+        link=party.link,
+        rid=rid,
+        posting=posting.id,
+        secret=posting.secret,
+        expires_in_s=posting.expires_in_s(now),
+    )
+
+
+def _notice(claim: Claim, what: str, code: str, detail: str, *, to: Party | None = None) -> Notify:
+    return Notify(
+        link=(to or claim.posting.owner).link,
+        posting=claim.posting.id,
+        claim=claim.number,
+        what=what,
+        code=code,
+        detail=detail[:DETAIL_CHARS_MAX],
+        engine_id=claim.engine_id,
+    )
+
+
+def _is_claimant(party: Party, claim: Claim) -> bool:
+    return claim.party is party or (not party.is_worker and party.node_id == claim.node_id)

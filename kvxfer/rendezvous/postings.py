@@ -1,0 +1,275 @@
+"""The facts of the registry: who is linked, what is posted, who has claimed it, who waits for it, and what has ended.
+
+The idea: every object here knows the objects beside it (a party its postings, claims and waiters; a posting its
+claims), so the end of anything finds all that depends on it without a search. `registry.py` decides; this file only
+says what there is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
+from kvxfer.errors import (
+    BusyError,
+    KvxferError,
+    LeaseExpired,
+    PeerLost,
+    TooLarge,
+    TooManyPending,
+    UnknownTransfer,
+    UsageError,
+)
+from kvxfer.rendezvous.actions import Link
+
+KINDS = ("offer", "ticket", "region", "landing")
+# Whoever took one of these may have written or read half of it: its place is not given to a second claimant.
+SINGLE_USE = frozenset({"offer", "landing"})
+# Found by their key; a ticket needs posting and secret, and so many may share a key.
+FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
+
+SHARE = 8  # one link may hold so many times what is still free: there is always room for somebody else
+
+ClaimKey = tuple[str, int]
+Line = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
+
+
+def is_greedy(own: int, total: int, limit: int) -> bool:
+    """Whether a link that holds ``own`` of ``total`` already, where ``limit`` is the most, has had its share."""
+    return own > SHARE * (limit - total)
+
+
+@dataclass(slots=True, eq=False)
+class Posting:
+    """Something to be claimed. `places` 0: any number of claims; `deadline` None: as long as its owner."""
+
+    id: str
+    secret: bytes = field(repr=False)
+    owner: Party
+    kind: str
+    key: str
+    body: bytes = field(repr=False)
+    places: int
+    deadline: float | None
+    namespace: str = ""
+    claims: dict[int, Claim] = field(default_factory=dict)
+    issued: int = 0
+    spent: int = 0
+
+    @property
+    def free(self) -> bool:
+        """One more may claim it now."""
+        return not self.places or self.spent + len(self.claims) < self.places
+
+    @property
+    def used_up(self) -> bool:
+        """Nobody can claim it any more, whatever becomes of the live claims."""
+        return bool(self.places) and self.spent >= self.places
+
+    @property
+    def line(self) -> Line:
+        """Where those wait who ask for it by its key."""
+        return self.namespace, self.kind, self.key
+
+    def expires_in_s(self, now: float) -> float:
+        return 0.0 if self.deadline is None else max(0.0, self.deadline - now)
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One claimant's use of a posting. `party` is None while the claimant's daemon is out of reach."""
+
+    posting: Posting
+    number: int
+    party: Party | None
+    node_id: str
+    incarnation: str
+    engine_id: str
+    since: float
+
+    @property
+    def key(self) -> ClaimKey:
+        return self.posting.id, self.number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """A claim of one of our workers on a posting of another node."""
+
+    key: ClaimKey
+    node_id: str
+    party: Party
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """A claim that found nothing yet; `number` tells its place among all, `why` what it did not find."""
+
+    number: int
+    party: Party
+    rid: int
+    line: Line
+    engine_id: str
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Party:
+    """One linked worker (`node_id` empty) or peer daemon, and everything that hangs on its link."""
+
+    link: Link
+    name: str
+    node_id: str = ""
+    incarnation: str = ""
+    namespace: str = ""
+    posting_bytes: int = 0
+    postings: dict[str, Posting] = field(default_factory=dict)
+    claims: dict[ClaimKey, Claim] = field(default_factory=dict)
+    waiters: dict[int, Waiter] = field(default_factory=dict)
+    routes: dict[ClaimKey, Route] = field(default_factory=dict)
+
+    @property
+    def is_worker(self) -> bool:
+        return not self.node_id
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of a posting that is gone: how (`expired`, `withdrawn`, `lost`), and its last claim."""
+
+    how: str
+    kind: str
+    key: str
+    issued: int
+    namespace: str = ""
+
+
+class WaitingRoom:
+    """Claims that wait, in one line per thing they wait for; at most `limit` in all."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiters: dict[int, Waiter] = {}
+        self._lines: dict[Line, OrderedDict[int, None]] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def get(self, number: int) -> Waiter | None:
+        return self._waiters.get(number)
+
+    def enter(self, party: Party, rid: int, line: Line, engine_id: str, why: str) -> Waiter:
+        """Raises `TooManyPending`."""
+        waiting = len(self._waiters)
+        if waiting >= self._limit or is_greedy(len(party.waiters), waiting, self._limit):
+            raise TooManyPending("too many claims wait on this node", waiting_max=self._limit)
+        self._last += 1
+        waiter = Waiter(self._last, party, rid, line, engine_id, why)
+        self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
+        self._lines.setdefault(line, OrderedDict())[waiter.number] = None
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        del self._waiters[waiter.number], waiter.party.waiters[waiter.number]
+        line = self._lines[waiter.line]
+        del line[waiter.number]
+        if not line:
+            del self._lines[waiter.line]
+
+    def oldest(self, lines: Iterable[Line]) -> Waiter | None:
+        """Who has waited longest in any of these lines."""
+        heads = [next(iter(self._lines[line])) for line in lines if line in self._lines]
+        return self._waiters[min(heads)] if heads else None
+
+    def line(self, line: Line) -> list[Waiter]:
+        return [self._waiters[number] for number in self._lines.get(line, ())]
+
+    def everybody(self) -> list[Waiter]:
+        return list(self._waiters.values())
+
+    def check(self) -> None:
+        assert len(self._waiters) <= self._limit
+        assert sorted(self._waiters) == sorted(number for line in self._lines.values() for number in line)
+        for line, numbers in self._lines.items():
+            assert numbers
+            assert list(numbers) == sorted(numbers), "a line is in the order of arrival"
+            assert all(self._waiters[number].line == line for number in numbers)
+        for number, waiter in self._waiters.items():
+            assert waiter.party.waiters[number] is waiter
+
+
+class EndedMemory:
+    """The last postings that ended, at most `limit` of them. Keys are remembered for expired ones only."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_id: OrderedDict[str, Ended] = OrderedDict()
+        self._expired: dict[Line, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, posting: Posting, how: str) -> None:
+        self._by_id[posting.id] = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace)
+        if how == "expired":
+            self._expired[posting.line] = posting.id
+        while len(self._by_id) > self._limit:
+            old, ended = self._by_id.popitem(last=False)
+            line = (ended.namespace, ended.kind, ended.key)
+            if self._expired.get(line) == old:
+                del self._expired[line]
+
+    def get(self, posting: str) -> Ended | None:
+        return self._by_id.get(posting)
+
+    def expired(self, line: Line) -> bool:
+        """The last posting with this key ran out, and there has been none since."""
+        return line in self._expired
+
+    def renewed(self, line: Line) -> None:
+        """The key is posted again: what happened before no longer matters for those who ask by key."""
+        self._expired.pop(line, None)
+
+    def check(self) -> None:
+        assert len(self._by_id) <= self._limit
+        for (namespace, kind, key), posting in self._expired.items():
+            assert self._by_id[posting] == Ended("expired", kind, key, self._by_id[posting].issued, namespace)
+
+
+def gone(posting_id: str, ended: Ended | None) -> KvxferError:
+    """Why a posting cannot be used any more."""
+    shown = posting_id[:40]
+    if ended is None:
+        return UnknownTransfer("no such posting", posting=shown)
+    if ended.how == "expired":
+        return LeaseExpired(f"the {ended.kind} ran out", posting=shown, key=ended.key)
+    if ended.how == "lost":
+        return PeerLost(f"the worker that made the {ended.kind} ended", posting=shown, key=ended.key, retryable=False)
+    return UnknownTransfer(f"the {ended.kind} was withdrawn", posting=shown, key=ended.key)
+
+
+def used_up(posting: Posting) -> KvxferError:
+    """Why nobody can claim a posting again that had its claims."""
+    return UnknownTransfer(f"the {posting.kind} was used up", posting=posting.id, claims_max=posting.places)
+
+
+def not_served(line: Line, why: str) -> KvxferError:
+    """Why a claim ends that did not wait, or waited to the end."""
+    _, kind, name = line
+    if kind:
+        hint = "check the name and the node, or wait longer for it"
+        return UnknownTransfer(f"no {kind} can be claimed: {why}", key=name, hint=hint)
+    return BusyError(why, posting=name[:40])
+
+
+def check_posting(kind: str, key: str, body: bytes, claims_max: int) -> None:
+    """Raises `UsageError` or `TooLarge` for what can never be posted."""
+    if kind not in KINDS or not 1 <= len(key) <= KEY_CHARS_MAX:
+        raise UsageError("bad kind or key of a posting", kind=kind[:40], chars=len(key), key_chars_max=KEY_CHARS_MAX)
+    if not 0 <= claims_max <= CLAIM_NUMBER_MAX or (kind in SINGLE_USE and claims_max > 1):
+        raise UsageError(f"bad number of claims for a posting of kind {kind}", claims_max=claims_max)
+    if len(body) > POSTING_BODY_BYTES_MAX:
+        raise TooLarge("the posting's body is too large", bytes=len(body), bytes_max=POSTING_BODY_BYTES_MAX)

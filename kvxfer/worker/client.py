@@ -1,0 +1,595 @@
+"""`Client`: what an inference worker uses. Regions, one-sided put and get, push, pull, small messages.
+
+A client has one engine (the data plane inside this process) and one link to its node's daemon. All methods belong to
+the event loop in which the client was entered. Every timeout is in seconds and finite; the default is the
+configuration's `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import SystemRandom
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvxfer.config import Config, load
+from kvxfer.config.paths import counters_path, daemon_socket, engine_dir, socket_dir
+from kvxfer.dataplane.plane import DataPlane, Part
+from kvxfer.dataplane.transfer import Transfer
+from kvxfer.deadline import Deadline, seconds
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor, Ticket
+from kvxfer.errors import (
+    AccessDenied,
+    ClosedError,
+    ForkedClientError,
+    KvxferError,
+    UsageError,
+    WrongThread,
+)
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.allocation import Allocator, check_device, kind_of, wish
+from kvxfer.memory.region import KVCache, Region, Span, check_span
+from kvxfer.memory.registering import register_all
+from kvxfer.memory.sources import at_address, borrow
+from kvxfer.memory.spans import SpanHandle, SpanLedger
+from kvxfer.native.engine import Engine, EngineConfig, OpKind, forks
+from kvxfer.net.link import LinkFacts
+from kvxfer.tasks import TaskOwner
+from kvxfer.worker.adopt import Adoption
+from kvxfer.worker.control import Control
+from kvxfer.worker.mailboxes import Mailboxes
+from kvxfer.worker.many import Group, Move, check_moves
+from kvxfer.worker.notifications import Notifications
+from kvxfer.worker.offer import Landing
+from kvxfer.worker.peer import Peer, as_node
+from kvxfer.worker.publish import Publication, Pull, Pulled, as_ticket, release_unread
+from kvxfer.worker.push import Push
+from kvxfer.worker.sharing import Share, lookup_descriptor, share_region
+
+Node = str | Sequence[str]
+RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
+
+
+class Client:
+    """``async with kvxfer.Client() as client``: connected to the daemon of this node.
+
+    ``socket`` is the daemon's Unix socket; by default it is looked for in the configured socket directory. Raises
+    `DaemonUnavailable` when nobody serves it.
+    """
+
+    def __init__(self, socket: str | Path | None = None, *, config: Config | None = None, name: str = "") -> None:
+        self.config = load().config if config is None else config
+        self._socket = None if socket is None else Path(socket)
+        self._name = name or f"worker-{os.getpid()}"
+        self._tasks = TaskOwner("client")
+        self._engine: Engine | None = None
+        self._plane: DataPlane | None = None
+        self._control: Control | None = None
+        self._mailboxes: Mailboxes | None = None
+        self._entered = False
+        self._fork = self._thread = 0
+        self._allocator: Allocator | None = None
+        self._registration_failed = ""
+        self._flows: dict[object, Callable[[KvxferError], None]] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
+        self.ledger = SpanLedger()
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Client:
+        if self._entered:
+            raise UsageError("a client is entered once", hint="make another one")
+        self._entered = True
+        self._fork, self._thread = forks(), threading.get_ident()
+        directory = socket_dir(self.config) if self._socket is None else self._socket.parent
+        socket = daemon_socket(directory) if self._socket is None else self._socket
+        directory = engine_dir(directory)
+        engine_id = secrets.token_bytes(16)
+        counters = counters_path(directory, engine_id)
+        facts = LinkFacts(
+            role="worker",
+            name=self._name,
+            engine_id=engine_id.hex(),
+            counters_path=str(counters),
+            namespace=self.config.namespace,
+        )
+        control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
+        settings = EngineConfig.from_config(
+            self.config,
+            engine_id,
+            socket_dir=str(directory),
+            counters_path=str(counters),
+            **dict.fromkeys(("tcp_port", "hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
+        )
+        engine = None
+        try:
+            # The daemon first: without it there is nothing to do, and it knows what to advertise.
+            await control.start()
+            self._control = control
+            self._engine = engine = Engine(settings)
+            self._allocator = Allocator(engine, self._tasks)
+            self._plane = DataPlane(
+                engine,
+                self.config,
+                node_id=control.node_id,
+                incarnation=control.incarnation,
+                advertise=control.advertise,
+            )
+            control.on_identity = self._identified
+            self._mailboxes = Mailboxes(control, self.config)
+        except BaseException:
+            self._plane = self._control = None
+            if engine is not None:
+                engine.close()
+            await control.aclose()
+            raise
+        return self
+
+    def _identified(self) -> None:
+        """The daemon restarted: its address or identity may have changed."""
+        control = self.control
+        self.plane.identify(node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End everything: transfers complete, memory is unmapped, no task, thread or descriptor of ours remains.
+
+        Whoever waits for something of this client meanwhile gets a `ClosedError`. Cancelled, it still ends all of it.
+        """
+        if self._plane is None:
+            return
+        self._require_here()
+        self._end_flows()
+        control, plane = self.control, self.plane
+        try:
+            if self._allocator is not None:
+                await self._allocator.settle()
+        finally:
+            async with AsyncExitStack() as ends:  # last in, first out; each runs whatever happens to the others
+                ends.callback(self._forget_all)
+                ends.push_async_callback(plane.aclose)
+                ends.push_async_callback(control.aclose)
+                ends.push_async_callback(self._boxes.aclose)
+                ends.push_async_callback(self._tasks.aclose)
+
+    def _forget_all(self) -> None:
+        self._plane = self._control = self._mailboxes = None
+
+    def _end_flows(self) -> None:
+        flows, self._flows = self._flows, {}
+        for end in flows.values():
+            end(ClosedError("the client was closed"))
+        if self._mailboxes is not None:
+            self._mailboxes.close()
+
+    def enter(self, flow: object, end: Callable[[KvxferError], None]) -> None:
+        """A flow begins that has to hear of it when the client is closed."""
+        self._flows[flow] = end
+
+    def leave(self, flow: object) -> None:
+        """It has ended."""
+        self._flows.pop(flow, None)
+
+    def _require_here(self) -> None:
+        if threading.get_ident() != self._thread and self._thread:
+            raise WrongThread("this client belongs to another thread", hint="call it on its event loop's thread")
+        if forks() != self._fork and self._thread:
+            raise ForkedClientError("this client belongs to the parent process", hint="open one after the fork")
+
+    @property
+    def closed(self) -> bool:
+        """True before it is entered and after its end."""
+        return self._plane is None
+
+    @property
+    def plane(self) -> DataPlane:
+        """The data plane (for tools; transfers normally go through `put`, `get`, `push` and `pull`)."""
+        self._require_here()
+        if self._plane is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._plane
+
+    @property
+    def control(self) -> Control:
+        """The link to the daemon (for tools)."""
+        self._require_here()
+        if self._control is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._control
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where other nodes reach this node's daemon, best first."""
+        return self.control.addresses
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    async def alloc(
+        self,
+        length: int,
+        *,
+        memory: str = "dram",
+        device: int | str | None = None,
+        group: Sequence[int] | None = None,
+        numa_node: int | str | None = None,
+        spill: str | None = None,
+    ) -> Region:
+        """``length`` bytes that peers can reach.
+
+        Without more: shareable memory of this host (hugepages when there are any), touched once; ``region.array`` is
+        it, and peers on this host reach it without a system call per transfer. ``memory="hbm"`` with a ``device``:
+        memory of that accelerator, which holds whatever was in it before; ``spill="dram"`` lets pinned host memory take
+        its place when the device is full (``region.info.spilled``). ``memory="dram"`` with a ``device``: host memory
+        that the accelerator's driver pins. ``device="auto"`` takes the least loaded of ``group`` (None: of all).
+        ``numa_node`` binds host memory to a node; "auto": the device's, else that of the calling thread.
+
+        Raises `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
+        `InvalidLength`, and `TransportUnavailable` when there is no such device or no library for it.
+        """
+        check_span(0, length, U64_MAX, "alloc")
+        plane = self.plane
+        assert self._allocator is not None
+        info = await self._allocator.alloc(wish(length, memory, device, group, numa_node, spill))
+        if info.on_device:
+            return Region(plane, info, None, None)
+        view = plane.engine.buffer(info)
+        return Region(plane, info, np.frombuffer(view, dtype=np.uint8), view)
+
+    async def register(
+        self,
+        source: Any = None,
+        *,
+        address: int | None = None,
+        length: int | None = None,
+        memory: str = "dram",
+        device: int | None = None,
+    ) -> Region:
+        """Make memory that the caller owns reachable: a numpy array, a tensor on the CPU or on an accelerator, DLPack,
+        or anything with a buffer; or ``length`` bytes from ``address`` on, which the caller keeps alive.
+
+        ``memory="hbm"`` with a ``device`` says that an address is on that accelerator: it must be a whole allocation,
+        aligned to 2 MiB, else `AlignmentError`. Host memory with a ``device`` must come from that driver's allocator.
+        The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
+        overlap is an `OverlapError` that names the region in the way.
+        """
+        plane = self.plane
+        if source is None:
+            found = at_address(address, length, kind_of(memory, device), device)
+        elif address is not None or length is not None:
+            raise UsageError("register takes an object, or an address with a length", field="address")
+        else:
+            found = borrow(source, device=None if device is None else check_device(device))
+            if memory != "dram" and memory != found.kind.word:
+                raise UsageError("this object is in other memory", memory=memory, found=found.kind.word)
+        assert self._allocator is not None
+        info = await self._allocator.register(found)
+        return Region(plane, info, found.array, found.owner)
+
+    async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
+        """`register` for each of them, or for none: what was registered before one failed is given back.
+
+        Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
+        what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
+        """
+        made = await register_all(lambda source: self.register(source, device=device), sources, self._not_registered)
+        self._registration_failed = ""
+        return made
+
+    def _not_registered(self, why: KvxferError) -> None:
+        self._registration_failed = f"memory could not be registered: {why}"
+
+    @property
+    def unready(self) -> str:
+        """Why this client should not be given work now; empty when it can work."""
+        if self._plane is None:
+            return "the client is not open"
+        if not self.control.connected:
+            return "there is no link to the daemon"
+        return self._registration_failed
+
+    # -- one-sided ------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        source: Region | Span,
+        target: RemoteDescriptor,
+        *,
+        target_offset: int = 0,
+        timeout: float | None = None,
+        visible: bool = False,
+        notify: int = 0,
+    ) -> Transfer:
+        """Write ``source`` into the memory that ``target`` describes, from ``target_offset`` on.
+
+        Awaiting the transfer resolves when the owner's memory holds the bytes; with ``visible=True`` when the owner has
+        also been told (see `notifications`; it receives ``notify``, 0 to 2^64-1).
+        """
+        if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
+            raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
+        plane = self.plane
+        part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
+        return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
+
+    def get(
+        self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
+    ) -> Transfer:
+        """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
+        plane = self.plane
+        part = self._part(plane, OpKind.GET, target, source, source_offset)
+        return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
+
+    def put_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Write many spans, each ``Move(local, remote, remote_offset)``, and learn of each whether it arrived.
+
+        Awaiting the group raises `PartialTransfer` when only some did; ``group.retry_failed()`` moves the others again.
+        With ``atomic=True`` the first failure ends all and the whole group has failed.
+        """
+        return self._many(OpKind.PUT, moves, atomic, timeout)
+
+    def get_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Read many spans; see `put_many`."""
+        return self._many(OpKind.GET, moves, atomic, timeout)
+
+    def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None) -> Group:
+        def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
+            # Nothing begins before all of them make sense.
+            plane = self.plane
+            parts = [self._part(plane, kind, move.local, move.remote, move.remote_offset) for move in these]
+            left = self._limit(limit)
+            return [plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
+
+        return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
+
+    def _part(
+        self,
+        plane: DataPlane,
+        kind: OpKind,
+        local: Region | Span,
+        remote: RemoteDescriptor,
+        remote_offset: int,
+        notify: tuple[int, int] | None = None,
+    ) -> Part:
+        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
+        if isinstance(local, Span):
+            region, offset, length = local.region, local.offset, local.length
+        elif isinstance(local, Region):
+            region, offset, length = local, 0, local.length
+        else:
+            raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
+        region.require(plane)
+        if not isinstance(remote, RemoteDescriptor):
+            hint = "RemoteDescriptor.from_dict makes one of a dict"
+            raise UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
+        check_span(remote_offset, length, remote.length, "the remote memory")
+        if not remote.access & right:
+            raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
+        return Part(
+            kind=kind,
+            region=region.id,
+            descriptor=remote,
+            span=(offset, remote_offset, length),
+            notify=notify,
+            check=self.config.integrity,
+        )
+
+    def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
+        """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of
+        values.
+        """
+        return Notifications(self, descriptor)
+
+    # -- nodes, names, messages -------------------------------------------------------------------------------
+
+    async def connect(self, node: Node, *, timeout: float | None = None) -> Peer:
+        """Reach a node now (so that the first transfer does not have to) and return a handle for it."""
+        peer = Peer(self, as_node(node))
+        await peer.ping(timeout=timeout)
+        return peer
+
+    async def send(self, node: Node, channel: str, data: bytes, *, timeout: float | None = None) -> None:
+        """Put a small message into a channel of another node's mailbox; returns when it is there."""
+        await self._boxes.send(as_node(node), channel, data, self._deadline(timeout))
+
+    async def recv(self, channel: str, *, timeout: float | None = None) -> bytes:
+        """The next message of a channel of this node."""
+        return await self._boxes.recv(channel, self._deadline(timeout))
+
+    async def share(self, region: Region, name: str, access: str = "rw", *, lease_s: float | None = None) -> Share:
+        """Give a region a name under which other nodes find its descriptor (`lookup`)."""
+        return await share_region(self, region, name, access, self._lease(lease_s))
+
+    async def lookup(
+        self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
+    ) -> RemoteDescriptor:
+        """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
+        wait_s = seconds(wait_s, "wait_s", least=0.0)
+        return await lookup_descriptor(self, as_node(node), name, wait_s, self._deadline(timeout))
+
+    # -- whole caches -----------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Landing:
+        """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after
+        ``timeout``.
+        """
+        return Landing(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self._lease(lease_s),
+            timeout=self._timeout(timeout),
+            check=self.config.integrity,
+        )
+
+    def push(
+        self,
+        request_id: str,
+        *,
+        to: Node,
+        cache: KVCache,
+        table: BlockTable,
+        wait_s: float | None = None,
+        timeout: float | None = None,
+        land: bool = False,
+    ) -> Push:
+        """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
+
+        With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
+        takes them over with `adopt`.
+        """
+        limit = self._timeout(timeout)
+        return Push(
+            self,
+            _request_id(request_id),
+            to=as_node(to),
+            cache=cache,
+            table=table,
+            wait_s=limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0),
+            timeout=limit,
+            land=land,
+        )
+
+    def publish(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        consumers: int = 1,
+    ) -> Publication:
+        """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``."""
+        return Publication(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self._lease(lease_s),
+            consumers=consumers,
+            check=self.config.integrity,
+        )
+
+    async def pull(
+        self,
+        ticket: Ticket | Publication | Mapping[str, Any] | str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        timeout: float | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Pulled:
+        """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes
+        complete.
+        """
+        limit = self._timeout(timeout)
+        return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+
+    async def release(
+        self, ticket: Ticket | Publication | Mapping[str, Any] | str, *, timeout: float | None = None
+    ) -> None:
+        """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
+
+        Counts as one consumer, however often it is called; does nothing when the ticket is over already.
+        """
+        found = as_ticket(ticket)
+        if found.posting in self._released:
+            return
+        self._released[found.posting] = None
+        while len(self._released) > RELEASED_MAX:
+            self._released.popitem(last=False)
+        try:
+            await release_unread(self, found, self._deadline(timeout))
+        except BaseException:
+            self._released.pop(found.posting, None)  # it may be tried again
+            raise
+
+    def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
+        """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""
+        limit = self._timeout(timeout)
+        wait = limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0)
+        return Adoption(self, _request_id(request_id), wait_s=wait, timeout=limit)
+
+    # -- settling ---------------------------------------------------------------------------------------------
+
+    def release_when_quiet(self, span: SpanHandle, quiet: Sequence[asyncio.Future[Any]]) -> asyncio.Future[list[Any]]:
+        """End a quarantine when the engine says that no peer can move a byte (never because time passed).
+
+        The future resolves after the blocks are free again.
+        """
+        all_quiet = asyncio.gather(*quiet)
+        all_quiet.add_done_callback(lambda _: self.ledger.release(span))
+        return all_quiet
+
+    def release_when_settled(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
+        """End a quarantine when all transfers are settled."""
+        left = sum(not transfer.settled for transfer in transfers)
+        if not left:
+            self.ledger.release(span)
+
+        def one_settled(_: Transfer) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.ledger.release(span)
+
+        for transfer in transfers:
+            if not transfer.settled:
+                transfer.on_settled(one_settled)
+
+    @property
+    def _boxes(self) -> Mailboxes:
+        self._require_here()
+        if self._mailboxes is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return self._mailboxes
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self.config.timeout_s if timeout is None else timeout)
+
+    def _timeout(self, timeout: float | None) -> float:
+        return self.config.timeout_s if timeout is None else seconds(timeout, "timeout")
+
+    def _lease(self, lease_s: float | None) -> float:
+        if lease_s is None:
+            return self.config.lease_s
+        return seconds(lease_s, "lease_s", limit_s=self.config.lease_s_max)
+
+
+def _request_id(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise UsageError("request_id must be 1 to 256 characters", field="request_id", value=repr(value)[:40])
+    return value
+
+
+@asynccontextmanager
+async def local(**options: Any) -> AsyncIterator[Client]:
+    """A client with its daemon in this process: no set-up, loopback only. ``options`` are configuration values."""
+    from kvxfer.node.server import Server, embedded_config
+
+    config = embedded_config(**options)
+    async with Server(config, embedded=True) as server, Client(server.socket_path, config=config) as client:
+        yield client

@@ -1,0 +1,434 @@
+"""A worker's side of the control plane: one Unix-socket link to its node's daemon, kept alive across daemon restarts.
+
+Postings and claims outlive the link: after a reconnect unclaimed postings are posted again (the handle stays, its id
+changes), and whoever holds a claim is told that it is orphaned, so that the data path decides whether it goes on. What
+could not be said while there was no daemon is said to the next one. A reply whose request was given up is undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, TypeVar
+
+import msgpack
+
+from kvxfer.config import Config
+from kvxfer.deadline import Deadline
+from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.tasks import TaskOwner, shared
+from kvxfer.wire import messages as m
+
+EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
+UNSENT_MAX = 4096
+RETRY_S = 0.02
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 2.0
+CLAIM_ENDS = ("withdrawn", "expired", "lost", "orphaned")
+EventCallback = Callable[[m.PostingEvent], None]
+E = TypeVar("E")
+
+
+@dataclass(slots=True)
+class PostingHandle:
+    """One thing that this worker posted; ``posting`` and ``secret`` change when it had to be posted again.
+
+    ``stale``: the daemon that knew it has gone. ``spent``: a claim of it ended, so that nobody may claim it anew.
+    """
+
+    message: m.Post
+    on_event: EventCallback
+    posting: str = ""
+    secret: bytes = field(default=b"", repr=False)
+    claims: set[int] = field(default_factory=set)
+    spent: bool = False
+    stale: bool = False
+    withdrawn: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """A new daemon has to know it; names are, others only before anybody has claimed them."""
+        if self.withdrawn or not self.stale:
+            return False
+        return self.message.kind == "region" or not (self.claims or self.spent)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimHandle:
+    """One claim that this worker holds, and where its owner lives."""
+
+    node: tuple[str, ...]
+    posting: str
+    claim: int
+
+
+class Control:
+    """The link, the postings and the claims of one worker."""
+
+    def __init__(self, socket_path: str, config: Config, *, facts: LinkFacts, rng: Random) -> None:
+        self._path = socket_path
+        self._config = config
+        self._facts = facts
+        self._rng = rng
+        self._tasks = TaskOwner("control")
+        self._link: Link | None = None
+        self._up = asyncio.Event()
+        self._closed = False
+        self._postings: dict[str, PostingHandle] = {}
+        self._claims: dict[tuple[str, int], EventCallback] = {}
+        self._unsent: deque[m.Settle | m.Withdraw] = deque(maxlen=UNSENT_MAX)
+        self._retry: asyncio.TimerHandle | None = None
+        self._reconnecting = False
+        self._early: OrderedDict[tuple[str, int], list[m.PostingEvent]] = OrderedDict()
+        self._deliveries: dict[str, Callable[[m.Delivery], None]] = {}
+        self.node_id = ""
+        self.incarnation = ""
+        self.addresses: tuple[str, ...] = ()
+        self.advertise: tuple[str, ...] = ()
+        self.on_identity: Callable[[], None] = _nobody
+        self.unexpected_events = 0
+        self.reconnects = 0
+
+    # -- the link -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect for the first time; raises `DaemonUnavailable` naming the socket and what to do."""
+        await self._connect()
+
+    @property
+    def connected(self) -> bool:
+        """There is a link now."""
+        return self._link is not None
+
+    async def _connect(self) -> None:
+        link = await Link.dial_unix(
+            self._path, self._facts, self._config, on_message=self._on_message, on_late=self._on_late
+        )
+        try:
+            await self._learn(link)
+        except BaseException:
+            link.abort()
+            raise
+        self._link = link
+        self._up.set()
+        link.closed.add_done_callback(lambda _: self._link_ended(link))
+
+    async def _learn(self, link: Link) -> None:
+        reply = await link.request(m.Status(), timeout=self._config.handshake_s)
+        if not isinstance(reply, m.StatusReply):
+            raise ProtocolError("the daemon did not answer the status request", got=type(reply).__name__)
+        try:
+            status: dict[str, Any] = msgpack.unpackb(reply.body)
+            node_id, incarnation = str(status["node_id"]), str(status["incarnation"])
+            addresses = tuple(str(address) for address in status["addresses"])
+            advertise = tuple(str(host) for host in status.get("data_advertise", ()))
+        except (ValueError, KeyError, TypeError, AttributeError) as wrong:
+            raise ProtocolError(f"the daemon's status makes no sense: {wrong!r}") from wrong
+        self.node_id, self.incarnation, self.addresses, self.advertise = node_id, incarnation, addresses, advertise
+        self.on_identity()
+
+    def _link_ended(self, link: Link) -> None:
+        if self._link is not link:
+            return
+        self._link = None
+        self._up.clear()
+        if self._closed:
+            self._up.set()  # whoever waits for it hears that we are closed
+            return
+        gone = "the local daemon is gone"
+        for key, callback in tuple(self._claims.items()):
+            _tell(callback, m.PostingEvent(posting=key[0], claim=key[1], what="orphaned", detail=gone))
+        for handle in tuple(self._postings.values()):
+            handle.stale = True
+            if handle.claims:
+                _tell(handle.on_event, m.PostingEvent(posting=handle.posting, what="orphaned", detail=gone))
+        if not self._reconnecting:
+            self._reconnecting = True
+            self._tasks.spawn(self._reconnect(), "reconnect")
+
+    async def _reconnect(self) -> None:
+        """Until a link has been restored completely; one that ends meanwhile begins it again."""
+        backoff_s = BACKOFF_S_MIN
+        try:
+            while not self._closed:
+                await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+                backoff_s = min(BACKOFF_S_MAX, backoff_s * 2)
+                try:
+                    await self._connect()
+                except KvxferError:
+                    continue
+                self.reconnects += 1
+                link = self._link
+                if link is not None:
+                    await self._restore(link)
+                if link is self._link is not None:
+                    return
+        finally:
+            self._reconnecting = False
+
+    async def _restore(self, link: Link) -> None:
+        """Tell a new daemon what the old one knew. What it refuses ends, and its owner is told; the rest goes on."""
+        self._send_unsent()
+        for channel in tuple(self._deliveries):
+            try:
+                await link.request(m.Listen(channel=channel), timeout=self._config.handshake_s)
+            except KvxferError:
+                if link.closed.done():
+                    return
+                self.unexpected_events += 1  # another worker was quicker
+        for handle in tuple(self._postings.values()):
+            if not handle.wanted:
+                continue
+            old = handle.posting
+            try:
+                await self._post_on(link, handle, self._config.handshake_s)
+            except KvxferError as refused:
+                if link.closed.done():
+                    return
+                self._postings.pop(old, None)
+                detail = refused.message[:500]
+                event = m.PostingEvent(posting=old, what="withdrawn", code=refused.code, detail=detail)
+                _tell(handle.on_event, event)
+
+    async def link(self, deadline: Deadline) -> Link:
+        """The live link, waiting for a reconnect within the deadline."""
+        if self._link is None and not self._closed:
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await self._up.wait()
+            except TimeoutError as late:
+                raise DaemonUnavailable(
+                    "the local daemon is not reachable", peer=self._path, hint="is `kvxfer serve` running on this node?"
+                ) from late
+        if self._closed:
+            raise ClosedError("the client is closed")
+        if self._link is None:
+            raise DaemonUnavailable("the link to the local daemon is down", peer=self._path)
+        return self._link
+
+    async def request(self, message: m.Message, deadline: Deadline) -> m.Message:
+        """Ask the daemon; the reply, or the typed error that it or the other node answered."""
+        link = await self.link(deadline)
+        return await link.request(message, timeout=deadline.require("the daemon answered"))
+
+    # -- postings ---------------------------------------------------------------------------------------------
+
+    async def post(
+        self, kind: str, key: str, body: bytes, *, lease_s: float, claims_max: int, on_event: EventCallback
+    ) -> PostingHandle:
+        """Post something for others to claim. Cancelled or failed: nothing stays posted."""
+        message = m.Post(kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max)
+        handle = PostingHandle(message, on_event)
+        deadline = Deadline.after(self._config.timeout_s)
+        try:
+            link = await self.link(deadline)
+            await self._post_on(link, handle, deadline.require("the daemon answered"))
+        except BaseException:
+            # Posted just now: withdrawn now. A reply that is still on its way is withdrawn when it comes.
+            self.withdraw_in_background(handle, "cancelled")
+            raise
+        return handle
+
+    async def _post_on(self, link: Link, handle: PostingHandle, timeout: float) -> None:
+        pending = self._tasks.run(link.request(handle.message, timeout=timeout), "post")
+        pending.add_done_callback(lambda done: self._posted(handle, done))
+        reply = await shared(pending)
+        if not isinstance(reply, m.Posted):
+            raise ProtocolError("the daemon answered a post with something else", got=type(reply).__name__)
+
+    def _posted(self, handle: PostingHandle, done: asyncio.Future[m.Message]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
+        if not isinstance(reply, m.Posted):
+            return
+        self._postings.pop(handle.posting, None)
+        handle.posting, handle.secret, handle.stale = reply.posting, reply.secret, False
+        handle.claims.clear()
+        if handle.withdrawn:
+            self.withdraw_in_background(handle, "cancelled")
+            return
+        self._postings[reply.posting] = handle
+        for event in self._early.pop((reply.posting, 0), ()):
+            self._on_posting_event(event)
+
+    async def renew(self, handle: PostingHandle, lease_s: float) -> None:
+        """Extend a lease to ``lease_s`` from now."""
+        await self.request(m.Renew(posting=handle.posting, lease_s=lease_s), Deadline.after(self._config.timeout_s))
+        handle.message = replace(handle.message, lease_s=lease_s)
+
+    def withdraw_in_background(self, handle: PostingHandle, reason: str) -> None:
+        """Take a posting back; the daemon being down already did that."""
+        handle.withdrawn = True
+        self._postings.pop(handle.posting, None)
+        if handle.posting and not handle.stale:
+            self._send(m.Withdraw(posting=handle.posting, reason=reason))
+
+    # -- claims -------------------------------------------------------------------------------------------------
+
+    async def claim(
+        self, message: m.Claim | m.Land, deadline: Deadline, on_event: EventCallback
+    ) -> tuple[ClaimHandle, bytes]:
+        """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled."""
+        link = await self.link(deadline)
+        message = replace(message, engine_id=self._facts.engine_id)
+        timeout = deadline.require("the offer was claimed")
+        pending = self._tasks.run(link.request(message, timeout=timeout), "claim")
+        try:
+            reply = await shared(pending)
+        except asyncio.CancelledError:
+            pending.add_done_callback(lambda done: self._claimed_too_late(message.node, done))
+            raise
+        if not isinstance(reply, m.Claimed):
+            raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)
+        handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim)
+        key = (reply.posting, reply.claim)
+        self._claims[key] = on_event
+        for event in self._early.pop(key, ()):
+            _tell(on_event, event)
+        return handle, reply.body
+
+    def _claimed_too_late(self, node: Sequence[str], done: asyncio.Future[m.Message]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
+        if isinstance(reply, m.Claimed):
+            self.settle_in_background(ClaimHandle(tuple(node), reply.posting, reply.claim), "cancelled", None)
+
+    def settle_in_background(self, handle: ClaimHandle, outcome: str, error: KvxferError | None) -> None:
+        """Tell the owner how a claim ended, through the next daemon if there is none now."""
+        self._claims.pop((handle.posting, handle.claim), None)
+        code = "" if error is None else error.code
+        detail = "" if error is None else error.message[:500]
+        self._send(
+            m.Settle(
+                node=handle.node, posting=handle.posting, claim=handle.claim, outcome=outcome, code=code, detail=detail
+            )
+        )
+
+    # -- small messages -------------------------------------------------------------------------------------------
+
+    async def listen(self, channel: str, callback: Callable[[m.Delivery], None], deadline: Deadline) -> None:
+        """Receive what is sent to a channel of this node."""
+        self._deliveries[channel] = callback
+        try:
+            await self.request(m.Listen(channel=channel), deadline)
+        except BaseException:
+            self._deliveries.pop(channel, None)
+            raise
+
+    async def unlisten(self, channel: str, deadline: Deadline) -> None:
+        """Stop it. What was on its way is still delivered; failing that, the link's end has stopped it."""
+        try:
+            await self.request(m.Unlisten(channel=channel), deadline)
+        finally:
+            self._deliveries.pop(channel, None)
+
+    # -- incoming ---------------------------------------------------------------------------------------------------
+
+    def _on_message(self, link: Link, message: m.Message) -> None:
+        if isinstance(message, m.PostingEvent):
+            self._on_posting_event(message)
+        elif isinstance(message, m.Delivery):
+            callback = self._deliveries.get(message.channel)
+            if callback is not None:
+                _tell(callback, message)
+            else:
+                self.unexpected_events += 1
+        else:
+            self.unexpected_events += 1
+
+    def _on_posting_event(self, event: m.PostingEvent) -> None:
+        claimant = self._claims.get((event.posting, event.claim))
+        if claimant is not None and event.what in CLAIM_ENDS:
+            _tell(claimant, event)
+            return
+        handle = self._postings.get(event.posting)
+        if handle is None:
+            self._keep_early(event)
+            return
+        if event.what == "claimed":
+            handle.claims.add(event.claim)
+        elif event.what in ("settled", "lost"):
+            handle.claims.discard(event.claim)
+            handle.spent |= handle.message.kind == "offer" or event.code == "done"
+        elif event.what == "withdrawn" and event.code == PeerDraining.code:
+            handle.stale = True  # the daemon leaves; the next one will be told
+            return
+        elif event.what in ("expired", "withdrawn"):
+            del self._postings[event.posting]
+            handle.withdrawn = True
+        _tell(handle.on_event, event)
+
+    def _keep_early(self, event: m.PostingEvent) -> None:
+        # An event may overtake the coroutine that waits for the reply which announces its claim or posting.
+        self.unexpected_events += 1
+        key = (event.posting, event.claim if event.what in CLAIM_ENDS else 0)
+        kept = self._early.setdefault(key, [])
+        if len(kept) < EARLY_EVENTS_MAX:
+            kept.append(event)
+        while len(self._early) > EARLY_KEYS_MAX:
+            self._early.popitem(last=False)
+
+    def _on_late(self, link: Link, message: m.Message) -> None:
+        """The reply to a request that was given up: nobody knows of what it began."""
+        if isinstance(message, m.Posted):
+            self._send(m.Withdraw(posting=message.posting, reason="given up"))
+        elif isinstance(message, m.Claimed):
+            self._send(m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled"))
+
+    # -- outgoing ---------------------------------------------------------------------------------------------------
+
+    def _send(self, message: m.Settle | m.Withdraw) -> None:
+        if self._closed and self._link is None:
+            return
+        if self._link is None and not (isinstance(message, m.Settle) and message.node):
+            return  # it was about something of the daemon that has gone
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        """In order; what the link does not take now waits a little, or for the next link."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        while self._unsent and self._link is not None:
+            try:
+                self._link.notify(self._unsent[0])
+            except KvxferError:
+                self.unexpected_events += 1
+                if not self._link.closed.done():
+                    self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
+                return
+            self._unsent.popleft()
+
+    async def aclose(self) -> None:
+        """Say goodbye; the daemon withdraws what is still posted."""
+        self._closed = True
+        self._up.set()
+        if self._retry is not None:
+            self._retry.cancel()
+        try:
+            await self._tasks.aclose()
+        finally:
+            link = self._link
+            if link is not None:
+                link.start_close("client closed")
+        if link is not None:
+            await link.wait_closed()
+
+
+def _tell(callback: Callable[[E], None], event: E) -> None:
+    """One bad listener must not take the link with it."""
+    try:
+        callback(event)
+    except Exception as error:
+        context = {"message": "a listener of the control link failed", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
+
+
+def _nobody() -> None:
+    """Nobody asked to hear of a new identity."""

@@ -1,0 +1,290 @@
+"""Moving a whole KV cache: what both sides agree on before a byte moves, shared by push (landing.py's way in) and pull.
+
+A *posting* is the body that an offer or ticket carries from its owner to the claimant through the control plane: cache
+layout, block table and remote descriptors. `Posting` packs and unpacks it; everything in it that came from the other
+side is validated before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgpack
+import numpy as np
+
+from kvxfer.deadline import Deadline
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
+from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
+from kvxfer.memory.region import KVCache
+from kvxfer.native.engine import MemoryKind, OpKind
+from kvxfer.planner import Plan, plan
+
+if TYPE_CHECKING:
+    from kvxfer.dataplane.plane import DataPlane
+
+POSTING_VERSION = 1
+DESCRIPTORS_MAX = 4096
+# What costs more than about this many blocks, segments or bytes of a body (some milliseconds) leaves the loop.
+BLOCKS_INLINE_MAX = 8192
+SEGMENTS_INLINE_MAX = 16384
+BODY_BYTES_INLINE_MAX = 16 << 10
+T = TypeVar("T")
+
+log = logging.getLogger("kvxfer.exchange")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting:
+    """The other side's half of a transfer."""
+
+    layout: CacheLayout
+    table: BlockTable
+    descriptors: tuple[RemoteDescriptor, ...]
+    check: bool
+
+    def pack(self) -> bytes:
+        """msgpack bytes for the control plane."""
+        packed: bytes = msgpack.packb(
+            {
+                "v": POSTING_VERSION,
+                "layout": self.layout.to_dict(),
+                "table": self.table.to_dict(),
+                "descriptors": [descriptor.to_dict() for descriptor in self.descriptors],
+                "check": self.check,
+            }
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Posting:
+        """Rebuild and validate; anything malformed is a `ProtocolError` or the field's own typed error."""
+        return cls._from_map(unpack_map(body, "posting"))
+
+    @classmethod
+    async def receive(cls, body: bytes) -> Posting:
+        """`unpack` that never holds the loop for long, whatever the body says."""
+        if len(body) > BODY_BYTES_INLINE_MAX:
+            return await asyncio.to_thread(cls.unpack, body)
+        raw = unpack_map(body, "posting")
+        if _blocks_named(raw) > BLOCKS_INLINE_MAX:
+            return await asyncio.to_thread(cls._from_map, raw)
+        return cls._from_map(raw)
+
+    def require_inside(self) -> Posting:
+        """The layout lies inside the memory that the descriptors name. Returns itself."""
+        for region, needed in self.layout.region_bytes().items():
+            if region >= len(self.descriptors):
+                raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=region)
+            length = self.descriptors[region].length
+            if length < needed:
+                raise GeometryMismatch("the peer's layout leaves its memory", value=length, needed=needed)
+        return self
+
+    @classmethod
+    def _from_map(cls, raw: dict[str, Any]) -> Posting:
+        if raw.get("v") != POSTING_VERSION:
+            raise ProtocolError("the peer's posting has another version", value=repr(raw.get("v"))[:20])
+        descriptors = raw.get("descriptors")
+        if not isinstance(descriptors, list) or not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
+            raise ProtocolError("the peer's posting has no list of descriptors", limit=DESCRIPTORS_MAX)
+        with from_peer("posting"):
+            return cls(
+                layout=CacheLayout.from_dict(raw["layout"]),
+                table=BlockTable.from_dict(raw["table"]),
+                descriptors=tuple(RemoteDescriptor.from_dict(item) for item in descriptors),
+                check=bool(raw.get("check", False)),
+            ).require_inside()
+
+
+def complete_plan(
+    source: CacheLayout,
+    source_table: BlockTable,
+    target: CacheLayout,
+    target_table: BlockTable,
+    ignore_fingerprint: bool = False,
+) -> Plan:
+    """The plan, refused unless it fills every position that the target expects: the rest would be somebody's old
+    bytes.
+    """
+    check_compatible(source.geometry, target.geometry, ignore_fingerprint=ignore_fingerprint)
+    if not _covers(source_table, target_table):
+        raise GeometryMismatch(
+            "the source does not hold every token that the target expects",
+            field="tokens",
+            source=f"{source_table.first_token}..{source_table.first_token + source_table.tokens}",
+            target=f"{target_table.first_token}..{target_table.first_token + target_table.tokens}",
+        )
+    try:
+        return plan(source, source_table, target, target_table, ignore_fingerprint=ignore_fingerprint)
+    except UsageError as wrong:
+        # Our own half was checked before anything was claimed.
+        raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
+
+
+class Reaching:
+    """Connecting to the other side's memory, ended by the deadline or as soon as the flow has failed."""
+
+    def __init__(self) -> None:
+        self._limit: asyncio.Timeout | None = None
+
+    async def reach(self, plane: DataPlane, cache: KVCache, peer: Posting, deadline: Deadline) -> str:
+        """Import all of the peer's memory; the names of the transports that will carry the bytes."""
+        names: dict[str, None] = {}
+        try:
+            async with deadline.bound("the other side's memory was reached") as self._limit:
+                for theirs, kinds in _pairs(cache, peer).items():
+                    for kind in kinds:
+                        names[(await plane.prepare(peer.descriptors[theirs], kind, check=peer.check)).name] = None
+                for theirs in range(len(peer.descriptors)):
+                    await plane.prepare(peer.descriptors[theirs])  # may only be told something
+        finally:
+            self._limit = None
+        return ",".join(names)
+
+    def end(self) -> None:
+        """The flow has failed: nobody needs to wait any longer."""
+        if self._limit is not None and not self._limit.expired():  # its deadline may just have passed
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+def _pairs(cache: KVCache, peer: Posting) -> dict[int, list[MemoryKind]]:
+    """Which of the peer's descriptors meet which kinds of memory of ours: each layer moves between its two places."""
+    found: dict[int, list[MemoryKind]] = {}
+    for ours, theirs in zip(cache.layout.placements, peer.layout.placements, strict=False):
+        kinds = found.setdefault(theirs.region, [])
+        kind = cache.regions[ours.region].kind
+        if kind not in kinds:
+            kinds.append(kind)
+    return found
+
+
+@contextmanager
+def from_peer(what: str) -> Iterator[None]:
+    """What does not make sense in here came from the other side: it is not our caller's fault."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ProtocolError(f"the peer's {what} lacks {missing}") from missing
+    except (UsageError, TypeError, OverflowError) as wrong:
+        raise ProtocolError(f"the peer's {what} makes no sense: {wrong}") from wrong
+
+
+def _covers(source: BlockTable, target: BlockTable) -> bool:
+    end = source.first_token + source.tokens
+    return not target.tokens or source.first_token <= target.first_token <= target.first_token + target.tokens <= end
+
+
+async def negotiate(
+    source: CacheLayout,
+    source_table: BlockTable,
+    target: CacheLayout,
+    target_table: BlockTable,
+    *,
+    ignore_fingerprint: bool = False,
+) -> Plan:
+    """`complete_plan` that never holds the loop for long; an override of the operator is said aloud."""
+    conflict = fingerprint_conflict(source.geometry, target.geometry) if ignore_fingerprint else ""
+    if conflict:
+        log.warning("a cache is moved although the models differ (ignore_fingerprint is set): %s", conflict)
+    blocks = len(source_table.blocks) + len(target_table.blocks)
+    pieces = sum(
+        min(source_table.tokens, target_table.tokens) // layout.geometry.block_tokens for layout in (source, target)
+    )
+    heavy = blocks + pieces > BLOCKS_INLINE_MAX
+    return await off_loop(heavy, complete_plan, source, source_table, target, target_table, ignore_fingerprint)
+
+
+async def off_loop(heavy: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """The result of ``work``, which runs in a thread when it is heavy."""
+    return await asyncio.to_thread(work, *arguments) if heavy else work(*arguments)
+
+
+def _blocks_named(raw: dict[str, Any]) -> int:
+    """Blocks that a table claims to have, before anything is written out; nonsense counts as none and is refused
+    later.
+    """
+    table = raw.get("table")
+    runs = table.get("runs") if isinstance(table, dict) else None
+    if not isinstance(runs, list):
+        return 0
+    return sum(run[2] for run in runs if isinstance(run, list) and len(run) == 3 and isinstance(run[2], int))
+
+
+def unpack_map(body: bytes, what: str) -> dict[str, Any]:
+    """msgpack bytes that must hold a map with string keys."""
+    try:
+        raw = msgpack.unpackb(body, strict_map_key=True, max_ext_len=0)
+    except KvxferError:
+        raise
+    except Exception as wrong:  # msgpack raises ValueError, its own classes and UnicodeDecodeError
+        raise ProtocolError(f"the peer's {what} is not msgpack: {wrong}") from wrong
+    if not isinstance(raw, dict):
+        raise ProtocolError(f"the peer's {what} is not a map")
+    return raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPart:
+    """One submit of one layer: which local region, which of the peer's descriptors, and the segments."""
+
+    region: int
+    descriptor: int
+    segments: np.ndarray[Any, np.dtype[np.uint64]]
+
+
+async def prepared_layer(
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+) -> list[LayerPart]:
+    """`layer_parts` that never holds the loop for long."""
+    heavy = plan.fragments(layer) > SEGMENTS_INLINE_MAX
+    return await off_loop(heavy, layer_parts, plan, layer, kind, cache, peer, segments_max)
+
+
+def layer_parts(
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+) -> list[LayerPart]:
+    """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's
+    grant.
+    """
+    parts = []
+    for batch in plan.layer(layer):
+        put = kind is OpKind.PUT
+        local, remote = (
+            (batch.source_region, batch.target_region) if put else (batch.target_region, batch.source_region)
+        )
+        segments = batch.segments if put else np.ascontiguousarray(batch.segments[:, [1, 0, 2]])
+        if remote >= len(peer.descriptors):
+            raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=remote)
+        _require_inside(segments, peer.descriptors[remote].length)
+        region = cache.regions[local].id
+        for first in range(0, len(segments), segments_max):
+            some = segments[first : first + segments_max]
+            parts.append(LayerPart(region=region, descriptor=remote, segments=some))
+    return parts
+
+
+def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) -> None:
+    if not len(segments):
+        return
+    ends = segments[:, 1] + segments[:, 2]
+    if int(ends.max()) > limit or bool((ends < segments[:, 1]).any()):
+        raise OutOfRange("the plan leaves the memory that the peer described", end=int(ends.max()), limit=limit)
+
+
+def of_layer(error: KvxferError, layer: int) -> KvxferError:
+    """The same error, which says now which layer it was; the other side gets to know it by its message."""
+    if "layer" not in error.fields:
+        error.fields["layer"] = layer
+        error.message = f"layer {layer}: {error.message}"
+    return error
+
+
+def layer_bytes(parts: Sequence[LayerPart]) -> int:
+    """Bytes of a layer."""
+    return sum(int(part.segments[:, 2].sum()) for part in parts)

@@ -1,0 +1,299 @@
+"""Decode's side of a push: `Landing`, the memory that a prefill peer writes into, layer by layer.
+
+Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block
+revokes the grants at once, and the block ids stay quarantined in the ledger until the engine says that no peer can
+move a byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    LeaseExpired,
+    PeerLost,
+    ProtocolError,
+    Stalled,
+    TransferCancelled,
+    TransferTimeout,
+    UnknownRegion,
+    UsageError,
+    from_code,
+)
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.region import KVCache, Region
+from kvxfer.memory.spans import SpanHandle
+from kvxfer.native.engine import Event, EventKind
+from kvxfer.wire import tags
+from kvxfer.wire.messages import PostingEvent
+from kvxfer.worker.control import PostingHandle
+from kvxfer.worker.exchange import Posting
+
+if TYPE_CHECKING:
+    from kvxfer.worker.client import Client
+
+
+class Landing:
+    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when the push
+    committed.
+
+    ``committed`` is True only when every layer's bytes are here (and verified, if asked). A failure of the other side
+    is raised from the iteration (or from `wait`) as a typed error, within milliseconds where the peer's death is
+    visible.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float,
+        timeout: float,
+        check: bool,
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._table = table
+        self._lease_s = lease_s
+        self._timeout = timeout
+        self._check = check
+        self._span: SpanHandle | None = None
+        self._grants: list[tuple[Region, int]] = []
+        self._entered = False
+        self._posting: PostingHandle | None = None
+        self._arrived: deque[int] = deque()
+        self._seen: set[int] = set()
+        self._claim = 0
+        self._error: KvxferError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet: asyncio.Future[list[Any]] | None = None
+        self._closed = False
+        self._stalled = False
+        self.request_id = request_id
+        self.committed = False
+
+    # -- for callers ----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Landing:
+        if self._entered:
+            raise UsageError("an offer is entered once", hint="make another one")
+        layout, table, plane = self._cache.layout, self._table, self._client.plane
+        first = self._cache.regions[layout.placements[0].region]
+        self._cache.require(plane)
+        self._cache.check_table(table)
+        self._span = self._client.ledger.acquire(first.id, table.blocks, f"offer {self.request_id}")
+        self._entered = True
+        try:
+            self._client.enter(self, self._fail)
+            descriptors = []
+            for region in self._cache.regions:
+                descriptors.append(region.lend("w", self._region_released))
+                self._grants.append((region, descriptors[-1].grant))
+                plane.watch(descriptors[-1].grant, self._on_data)
+            plane.stalls.begin(self, self._progress)
+            body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
+            self._posting = await self._client.control.post(
+                "offer", self.request_id, body, lease_s=self._lease_s, claims_max=1, on_event=self._on_posting
+            )
+        except BaseException as error:
+            self._fail(error if isinstance(error, KvxferError) else ClosedError("the offer was not made"))
+            self._revoke()  # the push may have committed before the daemon's answer was seen: then nothing has failed
+            raise
+        if self._closed:  # it ended while it was being posted; whoever waits for it is told why
+            self._withdraw()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fail(ClosedError(f"the landing of {self.request_id} was left"))
+        self._revoke()
+        await self.wait_quiet(self._client.config.cancel_s)
+
+    def __aiter__(self) -> Landing:
+        return self
+
+    async def __anext__(self) -> int:
+        while True:
+            if self._arrived:
+                return self._arrived.popleft()
+            if self.committed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    async def wait(self) -> None:
+        """Wait until the push committed; raises what the iteration would raise."""
+        while not self.committed:
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    async def layer(self, index: int) -> None:
+        """Wait until layer ``index`` is here, whatever the others do. A layer that has arrived stays so: only waits for
+        those that have not raise the error of a landing that failed.
+        """
+        layers = self._cache.layout.geometry.layers
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < layers:
+            raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=layers - 1)
+        while index not in self._seen:
+            if self._error is not None:
+                raise self._error
+            await self._changed()
+
+    @property
+    def stalled(self) -> bool:
+        """True while a claimed landing has seen no layer for `stall_s`: the other side hangs, or is cut off."""
+        return self._stalled and not self._closed and not self.committed
+
+    def mark_stalled(self, stalled: bool) -> None:
+        """See `stall.Watched`."""
+        self._stalled = stalled
+
+    def _progress(self) -> int | None:
+        return len(self._seen) if self._claim else None
+
+    async def wait_quiet(self, timeout: float) -> bool:
+        """After the block was left: wait until no peer can write here; False when that takes longer than ``timeout``.
+
+        Until then the blocks stay quarantined and cannot be offered again.
+        """
+        if self._quiet is None:
+            return True
+        await asyncio.wait([self._quiet], timeout=timeout)
+        return self._quiet.done()
+
+    # -- what happens to it -----------------------------------------------------------------------------
+
+    def _on_data(self, event: Event) -> None:
+        if self._closed:
+            return
+        if event.kind == EventKind.GRANT_LOST:
+            self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
+            return
+        tag = tags.unpack(event.tag)
+        if tag.claim == 0 or (self._claim and tag.claim != self._claim):
+            self._unexpected(tag, "other_claim")
+            return
+        self._claim = tag.claim
+        if tag.kind == tags.LAYER and tag.layer < self._cache.layout.geometry.layers and tag.layer not in self._seen:
+            self._seen.add(tag.layer)
+            self._arrived.append(tag.layer)
+        elif tag.kind == tags.COMMIT:
+            self._commit(event.value)
+        elif tag.kind == tags.ABORT:
+            self._fail(cancelled_by_peer("the peer ended the push"))
+        elif tag.kind == tags.LAYER:
+            self._unexpected(tag, "repeated" if tag.layer in self._seen else "no_such_layer")
+        else:
+            self._unexpected(tag, "not_of_a_push")
+        self._wake()
+
+    def _unexpected(self, tag: tags.Tag, reason: str) -> None:
+        self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), reason)
+
+    def _commit(self, layers: int) -> None:
+        if not layers == len(self._seen) == self._cache.layout.geometry.layers:
+            self._fail(ProtocolError("the push committed without all its layers", said=layers, arrived=len(self._seen)))
+        elif self._error is None:
+            self.committed = True
+            self._stop_timer()
+            self._client.plane.stalls.end(self)
+
+    def _on_posting(self, event: PostingEvent) -> None:
+        if self._closed:
+            return
+        # What has already arrived on the data path counts first.
+        self._client.plane.drain()
+        if self.committed:
+            return
+        if event.what == "claimed":
+            self._claim = self._claim or event.claim
+        elif event.what == "settled" and event.code == "done":
+            # The commit came before this message, if there was one.
+            self._fail(ProtocolError("the push says that it is done, but it has not committed"))
+        elif event.what == "settled":
+            self._fail(from_code(event.code or "cancelled", event.detail or "the peer ended the push", by="peer"))
+        elif event.what == "lost":
+            self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
+        elif event.what == "expired":
+            self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
+        elif event.what == "withdrawn":
+            self._fail(from_code(event.code or "cancelled", event.detail or "the daemon withdrew the offer"))
+        elif event.what == "orphaned" and not any(
+            self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
+        ):
+            self._fail(PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen)))
+
+    def _deadline_fired(self) -> None:
+        self._timer = None
+        self._client.plane.drain()
+        if not self.committed:
+            kind = Stalled if self._stalled else TransferTimeout
+            self._fail(
+                kind(
+                    f"the push of {self.request_id} did not commit within {self._timeout:g} s",
+                    layers_arrived=len(self._seen),
+                )
+            )
+
+    def _region_released(self) -> None:
+        self._fail(UnknownRegion(f"the memory of the landing of {self.request_id} was released"))
+
+    def _fail(self, error: KvxferError) -> None:
+        if self.committed or self._error is not None:
+            return
+        self._error = error
+        # Nothing more may land once the caller has been told that it failed.
+        self._revoke()
+        self._wake()
+
+    def _revoke(self) -> None:
+        self._stop_timer()
+        self._closed = True
+        if self._span is None:
+            return
+        span, self._span = self._span, None
+        self._client.leave(self)
+        if not self._client.closed:
+            self._client.plane.stalls.end(self)
+        self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
+        revokes = [region.take_back(grant) for region, grant in self._grants]
+        self._quiet = self._client.release_when_quiet(span, revokes)
+        self._withdraw()
+        self._wake()
+
+    def _withdraw(self) -> None:
+        if self._posting is not None:
+            posting, self._posting = self._posting, None
+            ended_by = "abandoned" if self._error is None else self._error.code  # which the daemon counts
+            self._client.control.withdraw_in_background(posting, "committed" if self.committed else ended_by)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _changed(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            self._waiter = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._waiter)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def cancelled_by_peer(detail: str) -> TransferCancelled:
+    """The error for work that the other side ended."""
+    return TransferCancelled(detail or "the peer cancelled the transfer", by="peer")

@@ -1,0 +1,441 @@
+"""Pull: prefill publishes a request under a ticket (`Publication`), decode fetches it when it is ready (`pull`).
+
+The bytes are read by decode straight from the publisher's memory. The publisher is released by a notification on the
+data path, counted once per consumer; a pull of nothing releases it just the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.transfer import Transfer, settle_within
+from kvxfer.deadline import Deadline, seconds
+from kvxfer.descriptors import Ticket
+from kvxfer.errors import (
+    BusyError,
+    KvxferError,
+    LeaseExpired,
+    PeerError,
+    PeerIncarnationMismatch,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    UnknownTransfer,
+    UsageError,
+    from_code,
+)
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.region import KVCache, Region
+from kvxfer.native.engine import Event, EventKind, OpKind
+from kvxfer.planner import Plan
+from kvxfer.wire import tags
+from kvxfer.wire.messages import Claim, PostingEvent
+from kvxfer.worker.control import ClaimHandle, PostingHandle
+from kvxfer.worker.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
+
+if TYPE_CHECKING:
+    from kvxfer.worker.client import Client
+
+LAYERS_IN_FLIGHT_MAX = 8
+LEASE_MARGIN_S = 0.25  # the daemon, whose clock counts, is asked first
+RELEASED, EXPIRED, WITHDRAWN = "released", "expired", "withdrawn"
+
+
+class Publication:
+    """``async with client.publish(...) as ticket``: the blocks stay readable inside the block.
+
+    Leaving it normally waits until every consumer has released it or the lease ran out; leaving it by an exception
+    withdraws it at once. ``outcome`` then says "released", "expired" or "withdrawn". `to_dict` and `to_json` are what
+    a router carries.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float,
+        consumers: int,
+        check: bool,
+    ) -> None:
+        good = isinstance(consumers, int) and not isinstance(consumers, bool) and 1 <= consumers <= tags.CLAIM_MAX
+        if not good:
+            raise UsageError(
+                "a ticket needs at least one consumer",
+                field="consumers",
+                value=repr(consumers)[:20],
+                limit=tags.CLAIM_MAX,
+            )
+        self._client = client
+        self._cache = cache
+        self._table = table
+        self._lease_s = lease_s
+        self._consumers = consumers
+        self._check = check
+        self._grants: list[tuple[Region, int]] = []
+        self._posting: PostingHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._claims: set[int] = set()  # announced by the daemon and not ended without success
+        self._released_by: set[int] = set()
+        self._ended: asyncio.Future[str] | None = None
+        self._quiet: list[asyncio.Future[Any]] = []
+        self.request_id = request_id
+        self.outcome = ""
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket itself; it keeps its value after the block."""
+        if self._posting is None:
+            raise UsageError("a publication has a ticket inside its block only")
+        control = self._client.control
+        return Ticket(
+            node_id=control.node_id,
+            incarnation=control.incarnation,
+            addresses=tuple(control.addresses),
+            posting=self._posting.posting,
+            secret=self._posting.secret,
+            request_id=self.request_id,
+            expires_in_s=self._lease_s,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ticket as a dict of strings and numbers."""
+        return self.ticket.to_dict()
+
+    def to_json(self) -> str:
+        """The ticket as JSON."""
+        return self.ticket.to_json()
+
+    async def __aenter__(self) -> Publication:
+        if self._ended is not None:
+            raise UsageError("a publication is entered once", hint="make another one")
+        plane = self._client.plane
+        self._cache.require(plane)
+        self._cache.check_table(self._table, may_repeat=True)
+        self._ended = asyncio.get_running_loop().create_future()
+        try:
+            self._client.enter(self, self._client_closed)
+            descriptors = []
+            for region in self._cache.regions:
+                descriptors.append(region.lend("r", self._region_released))
+                self._grants.append((region, descriptors[-1].grant))
+                plane.watch(descriptors[-1].grant, self._on_data)
+            posting = Posting(
+                layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
+            )
+            self._arm(self._lease_s)
+            self._posting = await self._client.control.post(
+                "ticket",
+                self.request_id,
+                posting.pack(),
+                lease_s=self._lease_s,
+                claims_max=self._consumers,
+                on_event=self._on_posting,
+            )
+        except BaseException:
+            self._end(WITHDRAWN)
+            raise
+        if self.outcome:  # it ended while it was being posted
+            self._client.control.withdraw_in_background(self._posting, self.outcome)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.wait_released()
+        finally:
+            self._end(WITHDRAWN)
+        waiting = [future for future in self._quiet if not future.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._client.config.cancel_s)
+
+    async def renew(self, lease_s: float) -> None:
+        """Let the ticket live for another ``lease_s`` seconds from now."""
+        if self._posting is None:
+            raise UsageError("a publication can be renewed inside its block only")
+        await self._client.control.renew(self._posting, seconds(lease_s, "lease_s"))
+        if not self.outcome:
+            self._arm(lease_s)
+
+    def _arm(self, lease_s: float) -> None:
+        """The lease ends here as well: a daemon that has gone cannot say so."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(lease_s + LEASE_MARGIN_S, self._expire)
+
+    def _expire(self) -> None:
+        self._client.plane.drain()
+        self._end(EXPIRED)
+
+    async def wait_released(self) -> str:
+        """Wait for the end: "released" (every consumer is done), "expired" or "withdrawn"."""
+        if self._ended is None:
+            raise UsageError("a publication is waited for inside its block only")
+        return await asyncio.shield(self._ended)
+
+    def _on_data(self, event: Event) -> None:
+        if event.kind == EventKind.GRANT_LOST:
+            return  # a consumer vanished; another may come until the lease ends
+        tag = tags.unpack(event.tag)
+        if tag.kind != tags.RELEASE:
+            self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), "not_of_a_pull")
+        elif tag.claim in self._claims or not self._client.control.connected:
+            self._release(tag.claim)
+        else:
+            # A consumer speaks for itself only, not for those to come. One whose announcement is late settles as well.
+            self._client.plane.unexpected.add(tags.NAMES[tag.kind], "unknown_claim")
+
+    def _on_posting(self, event: PostingEvent) -> None:
+        if event.what == "claimed":
+            self._claims.add(event.claim)
+        elif event.what == "settled" and event.code == "done":
+            self._release(event.claim)
+        elif event.what in ("settled", "lost"):
+            self._client.plane.drain()  # a release that came first counts
+            self._claims.discard(event.claim)
+        elif event.what == "expired":
+            self._client.plane.drain()
+            self._end(EXPIRED)
+        elif event.what == "withdrawn":
+            self._end(WITHDRAWN)
+
+    def _region_released(self) -> None:
+        self._end(WITHDRAWN)
+
+    def _client_closed(self, _: KvxferError) -> None:
+        self._end(WITHDRAWN)
+
+    def _release(self, claim: int) -> None:
+        if self.outcome:
+            return
+        self._released_by.add(claim)
+        if len(self._released_by) >= self._consumers:
+            self._end(RELEASED)
+
+    def _end(self, outcome: str) -> None:
+        if self.outcome:
+            return
+        self.outcome = outcome
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.leave(self)
+        self._quiet = [region.take_back(grant) for region, grant in self._grants]
+        if self._posting is not None:
+            self._client.control.withdraw_in_background(self._posting, outcome)
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(outcome)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What a pull brought: bytes, tokens, layers, and how."""
+
+    request_id: str
+    bytes: int
+    tokens: int
+    layers: int
+    transport: str
+
+
+class Pull:
+    """One fetch of a ticket; `run` does it all. Whatever ends it early, the target blocks stay quarantined until
+    quiet.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        ticket: Ticket,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        timeout: float,
+        on_layer: Callable[[int], None] | None,
+    ) -> None:
+        self._client = client
+        self._ticket = ticket
+        self._cache = cache
+        self._table = table
+        self._timeout = timeout
+        self._on_layer = on_layer
+        self._reaching = Reaching()
+        self._running: list[Transfer] = []
+        self._error: KvxferError | None = None
+        self._bytes = 0
+
+    async def run(self) -> Pulled:
+        """Claim, plan, read every layer, release the publisher."""
+        deadline = Deadline.after(self._timeout)
+        self._cache.require(self._client.plane)
+        self._cache.check_table(self._table)
+        first = self._cache.regions[self._cache.layout.placements[0].region]
+        span = self._client.ledger.acquire(first.id, self._table.blocks, f"pull {self._ticket.request_id}")
+        self._client.enter(self, self._fail)
+        try:
+            return await self._claim_and_read(deadline)
+        finally:
+            self._client.leave(self)
+            self._client.ledger.quarantine(span, f"pull {self._ticket.request_id} is settling")
+            self._client.release_when_settled(span, self._running)
+
+    async def _claim_and_read(self, deadline: Deadline) -> Pulled:
+        ticket, control = self._ticket, self._client.control
+        message = Claim(
+            node=ticket.addresses,
+            node_id=ticket.node_id,
+            incarnation=ticket.incarnation,
+            kind="ticket",
+            posting=ticket.posting,
+            secret=ticket.secret,
+        )
+        claim, body = await control.claim(message, deadline, self._on_claim)
+        peer: Posting | None = None
+        try:
+            peer = await Posting.receive(body)
+            lenient = self._client.config.ignore_fingerprint
+            mapping = await negotiate(
+                peer.layout, peer.table, self._cache.layout, self._table, ignore_fingerprint=lenient
+            )
+            self._raise_if_failed()
+            transport = await self._read(mapping, peer, deadline)
+            await self._release(peer, claim, deadline)
+        except BaseException as error:
+            await self._abort(claim, peer, error)
+            if isinstance(error, TransferTimeout):
+                self._raise_if_failed()  # what ended it, if it was not the deadline
+            raise
+        self._settle(claim, peer, "done", None)
+        layers = self._cache.layout.geometry.layers
+        return Pulled(
+            request_id=ticket.request_id, bytes=self._bytes, tokens=mapping.tokens, layers=layers, transport=transport
+        )
+
+    async def _read(self, mapping: Plan, peer: Posting, deadline: Deadline) -> str:
+        transport = await self._reaching.reach(self._client.plane, self._cache, peer, deadline)
+        waiting: list[tuple[int, Transfer]] = []
+        for layer in range(self._cache.layout.geometry.layers):
+            if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
+                await self._layer_done(*waiting.pop(0))
+            parts = [
+                Part(
+                    kind=OpKind.GET,
+                    region=part.region,
+                    descriptor=peer.descriptors[part.descriptor],
+                    segments=part.segments,
+                    check=peer.check,
+                )
+                for part in await prepared_layer(
+                    mapping, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max
+                )
+            ]
+            self._raise_if_failed()
+            if parts:
+                left = deadline.require(f"layer {layer} was read")
+                transfer = self._client.plane.start(parts, timeout=left, peer=self._ticket.request_id)
+                self._running.append(transfer)
+                waiting.append((layer, transfer))
+            elif self._on_layer is not None:
+                self._on_layer(layer)
+        for entry in waiting:
+            await self._layer_done(*entry)
+        self._raise_if_failed()
+        return transport
+
+    async def _layer_done(self, layer: int, transfer: Transfer) -> None:
+        try:
+            await transfer
+        except KvxferError as error:
+            raise (error if error is self._error else of_layer(error, layer)) from None
+        self._bytes += transfer.bytes_done
+        if self._on_layer is not None:
+            self._on_layer(layer)
+
+    async def _release(self, peer: Posting, claim: ClaimHandle, deadline: Deadline) -> None:
+        notice = Part(
+            kind=OpKind.GET,
+            region=0,
+            descriptor=peer.descriptors[0],
+            notify=(tags.pack(tags.RELEASE, claim.claim, 0), 0),
+        )
+        left = deadline.require("the publisher was released")
+        try:
+            await self._client.plane.start([notice], timeout=left, peer=self._ticket.request_id)
+        except (TransferError, PeerError):
+            # Every byte is here; a publisher that just withdrew or went needs no release, and the settle message
+            # tells the rest.
+            return
+
+    def _on_claim(self, event: PostingEvent) -> None:
+        if event.what == "orphaned":
+            return  # the data path decides
+        if event.what == "lost":
+            self._fail(PeerLost(f"the publisher of {self._ticket.request_id} died"))
+        elif event.what in ("withdrawn", "expired"):
+            code = "lease_expired" if event.what == "expired" else "cancelled"
+            self._fail(from_code(code, event.detail or f"the ticket was {event.what}", by="peer"))
+
+    def _fail(self, error: KvxferError) -> None:
+        if self._error is None:
+            self._error = error
+            self._reaching.end()
+            for transfer in tuple(self._running):
+                transfer.request_cancel(error)
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _settle(self, claim: ClaimHandle, peer: Posting | None, outcome: str, error: KvxferError | None) -> None:
+        if self._client.closed:
+            return  # the link's end has settled it, and the engine's end has dropped the imports
+        self._client.control.settle_in_background(claim, outcome, error)
+        for descriptor in () if peer is None else peer.descriptors:
+            self._client.plane.forget(descriptor)
+
+    async def _abort(self, claim: ClaimHandle, peer: Posting | None, cause: BaseException) -> None:
+        error = (
+            cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
+        )
+        self._fail(error)
+        try:
+            await settle_within(self._client.config.cancel_s * 2, self._running)
+        finally:
+            outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
+            self._settle(claim, peer, outcome, error)
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    message = Claim(
+        node=ticket.addresses,
+        node_id=ticket.node_id,
+        incarnation=ticket.incarnation,
+        kind="ticket",
+        posting=ticket.posting,
+        secret=ticket.secret,
+    )
+    try:
+        claim, _ = await control.claim(message, deadline, lambda event: None)
+    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
+        return  # nobody holds anything for us any more
+    control.settle_in_background(claim, "done", None)
+
+
+def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:
+    """A ticket in whatever shape it arrived."""
+    if isinstance(given, Ticket):
+        return given
+    if isinstance(given, Publication):
+        return given.ticket
+    return Ticket.from_json(given) if isinstance(given, str) else Ticket.from_dict(given)

@@ -1,0 +1,108 @@
+"""Regions under a name: `share` posts a descriptor at the own daemon, `lookup` fetches it from another node's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from kvxfer.deadline import Deadline, seconds
+from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.errors import UsageError
+from kvxfer.wire.messages import Claim, PostingEvent
+from kvxfer.worker.control import PostingHandle
+from kvxfer.worker.exchange import from_peer, unpack_map
+
+if TYPE_CHECKING:
+    from kvxfer.memory.region import Region
+    from kvxfer.worker.client import Client
+
+NAME_CHARS_MAX = 256
+
+
+class Share:
+    """A region under a name; ends with `withdraw`, with its ``async with`` block, with its lease or with the client."""
+
+    def __init__(self, client: Client, region: Region, access: str) -> None:
+        self._client = client
+        self._region = region
+        self._handle: PostingHandle | None = None
+        self.ended = ""
+        self.descriptor = region.lend(access, self._region_released)
+
+    async def _post(self, name: str, lease_s: float) -> None:
+        body: bytes = msgpack.packb(self.descriptor.to_dict())
+        try:
+            self._handle = await self._client.control.post(
+                "region", name, body, lease_s=lease_s, claims_max=0, on_event=self._on_event
+            )
+        except BaseException:
+            if not self._client.closed:
+                self._region.take_back(self.descriptor.grant)
+            raise
+
+    async def withdraw(self) -> None:
+        """Remove the name and take the descriptor back; returns when no peer can reach the memory through it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            if self._client.closed:
+                return
+            self._client.control.withdraw_in_background(handle, "withdrawn")
+            await asyncio.shield(self._region.take_back(self.descriptor.grant))
+
+    def _region_released(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._client.control.withdraw_in_background(handle, "its memory was released")
+
+    def _on_event(self, event: PostingEvent) -> None:
+        """Claims need no answer: the engine enforces what the descriptor allows."""
+        if event.what in ("expired", "withdrawn"):
+            self.ended = event.what
+
+    async def renew(self, lease_s: float) -> None:
+        """Keep the name for another ``lease_s`` seconds."""
+        if self._handle is None:
+            raise UsageError("this share was withdrawn")
+        await self._client.control.renew(self._handle, seconds(lease_s, "lease_s"))
+
+    async def __aenter__(self) -> Share:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.withdraw()
+
+
+async def share_region(client: Client, region: Region, name: str, access: str, lease_s: float) -> Share:
+    """See `Client.share`."""
+    _check_name(name)
+    region.require(client.plane)
+    share = Share(client, region, access)
+    await share._post(name, lease_s)
+    return share
+
+
+async def lookup_descriptor(
+    client: Client, node: tuple[str, ...], name: str, wait_s: float, deadline: Deadline
+) -> RemoteDescriptor:
+    """See `Client.lookup`."""
+    _check_name(name)
+    message = Claim(node=node, kind="region", key=name, wait_s=deadline.wait(wait_s))
+    claim, body = await client.control.claim(message, deadline, _ignore_claims)
+    # The descriptor stays valid until its owner takes it back; the claim itself is of no further use.
+    client.control.settle_in_background(claim, "done", None)
+    with from_peer("descriptor"):
+        return RemoteDescriptor.from_dict(unpack_map(body, "descriptor"))
+
+
+def _ignore_claims(_: PostingEvent) -> None:
+    """Claims of a name need no answer: the engine enforces what the descriptor allows."""
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
+        raise UsageError(f"name must be 1 to {NAME_CHARS_MAX} characters", field="name", value=repr(name)[:40])

@@ -1,0 +1,269 @@
+"""Admission: order, limits, credits, and that whatever can start does start."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.config import Config
+from kvxfer.dataplane.admission import Admission, Permit
+from kvxfer.errors import InvalidLength, PeerBackpressure, TooLarge, UsageError
+
+KIB64 = 64 << 10
+
+
+def make(*, ops: int = 2, window: int = 4 * KIB64, total: int = 6 * KIB64, waiters: int = 8) -> Admission:
+    return Admission(
+        Config(window_ops_max=ops, window_bytes_max=window, inflight_bytes_max=total, window_waiters_max=waiters)
+    )
+
+
+def test_the_window_counts_operations() -> None:
+    admission = make(ops=2)
+    first, verdict = admission.admit("a", 1, 0.0)
+    assert verdict == "admitted"
+    assert admission.admit("a", 1, 0.0)[1] == "admitted"
+    third, verdict = admission.admit("a", 1, 0.0)
+    assert verdict == "queued"
+    fourth, _ = admission.admit("a", 1, 0.0)
+    assert admission.done(first) == [third]
+    assert admission.window("a").waiting == 1
+    assert admission.done(third) == [fourth]
+    assert admission.inflight_ops == 2
+
+
+def test_bytes_at_the_limit_pass_and_one_more_never_does() -> None:
+    admission = make(window=4 * KIB64, total=6 * KIB64)
+    assert admission.admit("a", 4 * KIB64, 0.0)[1] == "admitted"
+    assert admission.admit("a", 1, 0.0)[1] == "queued"
+    with pytest.raises(TooLarge) as caught:
+        admission.admit("b", 4 * KIB64 + 1, 0.0)
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (4 * KIB64, "window_bytes_max")
+    assert admission.window("b").waiting == 0
+    admission.check()
+
+
+def test_a_small_operation_does_not_overtake_a_large_one() -> None:
+    admission = make(ops=8)
+    large, _ = admission.admit("a", 3 * KIB64, 0.0)
+    second, verdict = admission.admit("a", 3 * KIB64, 0.0)
+    assert verdict == "queued"
+    small, verdict = admission.admit("a", 1, 0.0)
+    assert verdict == "queued"
+    assert admission.done(large) == [second, small]
+
+
+def test_other_peers_do_not_starve_a_large_operation_of_the_global_limit() -> None:
+    admission = make(ops=64, total=4 * KIB64)
+    running = [admission.admit("b", KIB64, 0.0)[0] for _ in range(2)]
+    large, verdict = admission.admit("a", 4 * KIB64, 0.0)
+    assert verdict == "queued"
+    small, verdict = admission.admit("b", KIB64, 0.0)
+    assert verdict == "queued", "there is room, but the large one is first"
+    assert admission.done(running[0]) == []
+    assert admission.done(running[1]) == [large]
+    assert admission.done(large) == [small]
+
+
+def test_a_full_line_says_so() -> None:
+    admission = make(ops=1, waiters=2)
+    for _ in range(3):
+        admission.admit("a", 1, 0.0)
+    with pytest.raises(PeerBackpressure) as caught:
+        admission.admit("a", 1, 0.0)
+    assert caught.value.retryable
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (2, "window_waiters_max")
+    assert admission.admit("b", 1, 0.0)[1] == "admitted", "another peer has its own line"
+
+
+def test_all_lines_together_are_bounded_and_the_error_names_the_limit() -> None:
+    admission = Admission(Config(window_ops_max=1, waiters_max=3))
+    for peer in "abc":
+        admission.admit(peer, 1, 0.0)
+    waiting = [admission.admit(peer, 1, 0.0)[0] for peer in "abc"]
+    with pytest.raises(PeerBackpressure) as caught:
+        admission.admit("a", 1, 0.0)
+    assert (caught.value.fields["limit"], caught.value.fields["option"]) == (3, "waiters_max")
+    admission.abandon(waiting[0])
+    admission.check()
+    permit, verdict = admission.admit("b", 1, 0.0)
+    assert verdict == "queued"
+    assert admission.remove_peer("b")[0] == [waiting[1], permit]
+    admission.check()
+    assert admission.admit("c", 1, 0.0)[1] == "queued", "what left its line, however it left, makes room"
+
+
+def test_credits_lead() -> None:
+    admission = make(ops=8)
+    assert admission.set_credits("a", 1) == []
+    assert admission.admit("a", 1, 0.0)[1] == "admitted"
+    second, verdict = admission.admit("a", 1, 0.0)
+    assert verdict == "queued"
+    third, _ = admission.admit("a", 1, 0.0)
+    assert admission.grant_credit("a") == [second]
+    assert admission.done(second) == [], "the end of an operation gives no credit back"
+    assert admission.window("a").credits == 0
+    assert admission.set_credits("a", None) == [third]
+
+
+def test_a_permit_ends_once() -> None:
+    admission = make()
+    permit, _ = admission.admit("a", 1, 0.0)
+    admission.done(permit)
+    with pytest.raises(UsageError):
+        admission.done(permit)
+    with pytest.raises(UsageError):
+        admission.done(Permit(peer="a", bytes=1, queued_at=0.0))
+    assert admission.abandon(permit) == []
+    assert admission.inflight_bytes == 0
+
+
+def test_abandoning_the_head_lets_the_next_one_go() -> None:
+    admission = make(ops=8)
+    admission.admit("a", 3 * KIB64, 0.0)
+    head, _ = admission.admit("a", 3 * KIB64, 0.0)
+    small, _ = admission.admit("a", 1, 0.0)
+    assert admission.abandon(head) == [small]
+    assert admission.abandon(head) == []
+    admission.check()
+
+
+def test_a_lost_peer_frees_the_turn_for_others() -> None:
+    admission = make(ops=8, total=4 * KIB64)
+    running, _ = admission.admit("b", 2 * KIB64, 0.0)
+    blocked, _ = admission.admit("a", 4 * KIB64, 0.0)
+    small, _ = admission.admit("b", KIB64, 0.0)
+    assert admission.remove_peer("a") == ([blocked], [small])
+    assert admission.remove_peer("a") == ([], [])
+    failed, started = admission.remove_peer("b")
+    assert (failed, started) == ([], [])
+    admission.done(running)
+    admission.done(small)
+    assert admission.inflight_ops == 0
+    admission.check()
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "1", None])
+def test_sizes_are_checked(size: int) -> None:
+    with pytest.raises(InvalidLength):
+        make().admit("a", size, 0.0)
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 31])
+def test_credits_are_checked(count: int) -> None:
+    admission = make()
+    with pytest.raises(UsageError):
+        admission.set_credits("a", count)
+    with pytest.raises(UsageError):
+        admission.grant_credit("a", count)
+    admission.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4 * KIB64)), max_size=40), st.randoms())
+def test_everything_admitted_or_queued_finishes_in_order(requests: list[tuple[str, int]], random: object) -> None:
+    admission = make(ops=3, waiters=64)
+    started: dict[str, list[Permit]] = defaultdict(list)
+    asked: dict[str, list[Permit]] = defaultdict(list)
+    running: list[Permit] = []
+    for peer, size in requests:
+        permit, verdict = admission.admit(peer, size, 0.0)
+        asked[peer].append(permit)
+        if verdict == "admitted":
+            running.append(permit)
+            started[peer].append(permit)
+    while running:
+        permit = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
+        for other in admission.done(permit):
+            running.append(other)
+            started[str(other.peer)].append(other)
+        admission.check()
+    assert started == asked, "per peer, operations start in the order of asking, and all of them do"
+    assert admission.inflight_bytes == 0
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Any order of calls: nothing starts twice, nothing is lost, credits never go below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = make(ops=2, waiters=4)
+        self.running: list[Permit] = []
+        self.waiting: list[Permit] = []
+        self.spent: dict[str, int] = {}
+        self.granted: dict[str, int] = {}
+
+    def started(self, permits: list[Permit]) -> None:
+        for permit in permits:
+            assert permit in self.waiting
+            earlier = [other for other in self.waiting if other.peer == permit.peer]
+            assert earlier[0] is permit, "FIFO"
+            self.waiting.remove(permit)
+            self.running.append(permit)
+            self.spent[str(permit.peer)] = self.spent.get(str(permit.peer), 0) + 1
+
+    @rule(peer=st.sampled_from("ab"), size=st.sampled_from([0, 1, KIB64, 3 * KIB64, 4 * KIB64]))
+    def admit(self, peer: str, size: int) -> None:
+        try:
+            permit, verdict = self.admission.admit(peer, size, 0.0)
+        except PeerBackpressure:
+            assert sum(permit.peer == peer for permit in self.waiting) == 4
+            return
+        self.waiting.append(permit)
+        if verdict == "admitted":
+            self.started([permit])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def done(self, data: st.DataObject) -> None:
+        permit = data.draw(st.sampled_from(self.running))
+        self.running.remove(permit)
+        self.started(self.admission.done(permit))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        permit = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(permit)
+        self.started(self.admission.abandon(permit))
+
+    @rule(peer=st.sampled_from("ab"), count=st.one_of(st.none(), st.integers(0, 3)))
+    def set_credits(self, peer: str, count: int | None) -> None:
+        self.spent[peer] = 0
+        self.granted.pop(peer, None)
+        if count is not None:
+            self.granted[peer] = count
+        self.started(self.admission.set_credits(peer, count))
+
+    @rule(peer=st.sampled_from("ab"))
+    def grant(self, peer: str) -> None:
+        if peer not in self.granted:
+            self.spent[peer], self.granted[peer] = 0, 0
+        self.granted[peer] += 1
+        self.started(self.admission.grant_credit(peer))
+
+    @rule(peer=st.sampled_from("ab"))
+    def remove(self, peer: str) -> None:
+        failed, started = self.admission.remove_peer(peer)
+        assert failed == [permit for permit in self.waiting if permit.peer == peer]
+        self.waiting = [permit for permit in self.waiting if permit.peer != peer]
+        self.granted.pop(peer, None)
+        self.started(started)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.admission.check()
+        assert self.admission.inflight_ops == len(self.running)
+        for peer in "ab":
+            window = self.admission.window(peer)
+            assert window.waiting == sum(permit.peer == peer for permit in self.waiting)
+            if peer in self.granted:
+                assert window.credits == self.granted[peer] - self.spent.get(peer, 0)
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

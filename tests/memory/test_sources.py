@@ -1,0 +1,153 @@
+"""Borrowing memory: what is accepted, what is refused, and that nothing is copied."""
+
+from __future__ import annotations
+
+import array
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import InvalidLength, RegistrationError, UsageError
+from kvxfer.memory.sources import at_address, borrow
+from kvxfer.native.facts import MemoryKind
+
+
+@pytest.mark.parametrize(
+    "source",
+    [bytearray(100), array.array("d", [0.0] * 9), memoryview(bytearray(64))[8:], mmap.mmap(-1, 4096), np.zeros((3, 5))],
+    ids=lambda source: type(source).__name__,
+)
+def test_whatever_has_a_buffer(source: object) -> None:
+    found = borrow(source)
+    view = np.frombuffer(memoryview(source).cast("B"), dtype=np.uint8)  # type: ignore[arg-type]
+    assert (found.address, found.length, found.read_only) == (view.ctypes.data, view.nbytes, False)
+
+
+def test_read_only_memory_is_known_as_such() -> None:
+    assert borrow(b"abc").read_only
+    frozen = np.zeros(4)
+    frozen.flags.writeable = False
+    assert borrow(frozen).read_only
+
+
+class Tensor:
+    """Looks like a torch tensor, as far as registration looks."""
+
+    def __init__(self, values: np.ndarray, device: object = "cpu") -> None:
+        self.values, self.device = values, device
+
+    def data_ptr(self) -> int:
+        return self.values.ctypes.data
+
+    def numel(self) -> int:
+        return self.values.size
+
+    def element_size(self) -> int:
+        return self.values.itemsize
+
+    def is_contiguous(self) -> bool:
+        return bool(self.values.flags.c_contiguous)
+
+
+def test_tensors_by_their_data_pointer() -> None:
+    values = np.zeros((4, 4), dtype=np.float32)
+    found = borrow(Tensor(values))
+    assert (found.address, found.length) == (values.ctypes.data, 64)
+    with pytest.raises(RegistrationError, match="cuda:0"):
+        borrow(Tensor(values, "cuda:0"))
+    with pytest.raises(UsageError, match="contiguous"):
+        borrow(Tensor(values[:, ::2]))
+    with pytest.raises(InvalidLength):
+        borrow(Tensor(values[:0]))
+
+
+class Producer:
+    """Only DLPack."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.values.__dlpack_device__()
+
+
+def test_dlpack_producers() -> None:
+    values = np.arange(10, dtype=np.float32)
+    assert borrow(Producer(values)).address == values.ctypes.data
+
+
+@pytest.mark.parametrize("bad", [object(), 5, "text", None])
+def test_what_has_no_memory_is_refused(bad: object) -> None:
+    with pytest.raises(UsageError, match="cannot register"):
+        borrow(bad)
+
+
+@pytest.mark.parametrize("empty", [b"", np.zeros(0), memoryview(b"")])
+def test_empty_memory_is_refused(empty: object) -> None:
+    with pytest.raises(InvalidLength):
+        borrow(empty)
+
+
+def test_gaps_are_refused() -> None:
+    with pytest.raises(UsageError, match="contiguous"):
+        borrow(np.zeros((4, 4))[:, ::2])
+    with pytest.raises(UsageError, match="contiguous"):
+        borrow(memoryview(bytearray(10))[::2])
+
+
+@dataclass(frozen=True)
+class Device:
+    """Looks like torch.device."""
+
+    type: str
+    index: int | None
+
+
+@pytest.mark.parametrize("device", ["npu:3", Device("npu", 3)], ids=["text", "object"])
+def test_tensors_of_a_device_by_address_only(device: object) -> None:
+    values = np.zeros((4, 4), dtype=np.float32)
+    tensor = Tensor(values, device)
+    found = borrow(tensor)
+    assert (found.kind, found.device, found.array) == (MemoryKind.HBM, 3, None)
+    assert (found.address, found.length) == (values.ctypes.data, 64)
+    assert found.owner is tensor
+    assert borrow(tensor, device=3) == found
+    with pytest.raises(UsageError, match="another device"):
+        borrow(tensor, device=2)
+
+
+def test_a_device_without_a_number_is_refused() -> None:
+    with pytest.raises(UsageError, match="on which device"):
+        borrow(Tensor(np.zeros(4), Device("npu", None)))
+
+
+def test_host_memory_for_a_device_is_pinned_memory() -> None:
+    found = borrow(np.zeros(4), device=1)
+    assert (found.kind, found.device) == (MemoryKind.PINNED, 1)
+    assert found.array is not None
+
+
+def test_bare_addresses() -> None:
+    values = np.arange(16, dtype=np.uint8)
+    found = at_address(values.ctypes.data, 16, MemoryKind.DRAM, None)
+    assert found.array is not None
+    assert found.array.tolist() == list(range(16))
+    on_device = at_address(1 << 40, 1 << 21, MemoryKind.HBM, 0)
+    assert (on_device.kind, on_device.device, on_device.array) == (MemoryKind.HBM, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "length", "error"),
+    [
+        *((address, 1, UsageError) for address in (0, None, 1.5, True, 1 << 64)),
+        *((4096, length, InvalidLength) for length in (0, None, (1 << 64) - 4096)),
+    ],
+)
+def test_impossible_addresses(address: object, length: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        at_address(address, length, MemoryKind.HBM, 0)

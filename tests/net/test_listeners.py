@@ -1,0 +1,104 @@
+"""Listening sockets: who owns the path, which families answer, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvxfer.addresses import Address
+from kvxfer.errors import ConfigError
+from kvxfer.net.listeners import UnixListener, bound_address, listen_tcp
+
+
+def test_path_belongs_to_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "kvxferd.sock"
+    first = UnixListener(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=f"already running at {path} .pid {os.getpid()}"):
+        UnixListener(path)
+    first.close()
+    first.close()
+    assert not path.exists()
+    UnixListener(path).close()
+
+
+def test_live_socket_without_a_lock_is_respected(tmp_path: Path) -> None:
+    path = tmp_path / "kvxferd.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match="already running"):
+            UnixListener(path)
+    assert path.exists()
+
+
+def test_socket_that_was_replaced_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "kvxferd.sock"
+    ours = UnixListener(path)
+    path.unlink()
+    path.write_text("somebody else's")
+    ours.close()
+    assert path.exists()
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file") as caught:
+        UnixListener(tmp_path / "none" / "kvxferd.sock")
+    assert "socket_dir" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1"]), ("::1", ["::1"]), ("::", ["::1", "127.0.0.1"])],
+)
+def test_families(host: str, reached: list[str]) -> None:
+    with listen_tcp("listen", Address(host, 0)) as listener:
+        port = bound_address(listener).port
+        assert port > 0
+        for target in reached:
+            socket.create_connection((target, port), timeout=5).close()
+
+
+def test_ipv6_loopback_does_not_take_ipv4() -> None:
+    with listen_tcp("listen", Address("::1", 0)) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", bound_address(listener).port), timeout=5)
+
+
+def test_port_in_use() -> None:
+    with listen_tcp("listen", Address("127.0.0.1", 0)) as listener:
+        taken = bound_address(listener)
+        with pytest.raises(ConfigError, match=f"{taken}, http: the port is in use") as caught:
+            listen_tcp("http", taken)
+    assert caught.value.fields["port"] == taken.port
+    assert "http" in str(caught.value.hint)
+
+
+def test_address_of_another_host() -> None:
+    with pytest.raises(ConfigError, match="no interface"):
+        listen_tcp("listen", Address("192.0.2.1", 0))
+
+
+def test_frozen_daemon_without_a_lock_is_respected(tmp_path: Path) -> None:
+    path = tmp_path / "kvxferd.sock"
+    with socket.socket(socket.AF_UNIX) as frozen, socket.socket(socket.AF_UNIX) as first:
+        frozen.bind(str(path))
+        frozen.listen(0)
+        first.connect(str(path))  # nobody accepts, so now its backlog is full
+        with pytest.raises(ConfigError, match="already running"):
+            UnixListener(path)
+        assert path.exists()
+
+
+def test_full_disk_does_not_matter_to_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    listener = UnixListener(tmp_path / "kvxferd.sock")
+    with pytest.raises(ConfigError, match="already running"):
+        UnixListener(tmp_path / "kvxferd.sock")
+    listener.close()

@@ -1,0 +1,353 @@
+"""Postings: who is matched with whom, how they end, and the limits of everything that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
+from kvxfer.errors import TooManyPending, UsageError
+from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Posted, Refused
+from tests.rendezvous.bench import FAR, HERE, NOW_INCARNATION, Bench, refusal, told
+
+# -- match -----------------------------------------------------------------------------------------------
+
+
+def test_a_posting_is_claimed_and_its_owner_is_told() -> None:
+    bench = Bench()
+    posted = bench.posted(body=b"body", lease_s=10)
+    assert posted.expires_in_s == 10
+    bench.now = 4.0
+    answer, notice = bench.claim(engine_id="e" * 32)
+    assert answer == Claimed(
+        link="peer",
+        rid=2,
+        posting=posted.posting,
+        claim=1,
+        body=b"body",
+        expires_in_s=6.0,
+        node_id=HERE,
+        incarnation=NOW_INCARNATION,
+    )
+    assert notice == Notify(link="own", posting=posted.posting, claim=1, what="claimed", engine_id="e" * 32)
+
+
+def test_an_early_claim_waits_and_is_served_first() -> None:
+    bench = Bench()
+    assert bench.claim("other", wait_s=5) == []
+    assert bench.claim("peer", wait_s=5) == []
+    bench.now = 1.0
+    posted, claimed, notice = bench.post()
+    assert isinstance(posted, Posted)
+    assert isinstance(claimed, Claimed)
+    assert (claimed.link, claimed.rid) == ("other", 1)
+    assert told([notice]) == [("own", "claimed", 1, "")]
+    # The second one goes on waiting, for another offer with this key.
+    bench.registry.withdraw(bench.now, "own", 9, posting=posted.posting)
+    _, second, _ = bench.post()
+    assert isinstance(second, Claimed)
+    assert second.link == "peer"
+
+
+def test_who_waits_longest_is_first_however_it_asked() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="region", claims_max=1)
+    by_id: dict[str, Any] = {"posting": posted.posting, "secret": posted.secret}
+    first = bench.claimed(kind="region")
+    bench.claim("other", kind="region", wait_s=9, **by_id)
+    bench.claim("own", kind="region", wait_s=9)
+    order = []
+    for _ in range(2):
+        _, _, served, _ = bench.settle(first)
+        assert isinstance(served, Claimed)
+        order.append(served.link)
+        first = served
+    assert order == ["other", "own"]
+
+
+def test_a_region_serves_all_who_wait() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.claim(kind="region", key="cache", wait_s=5)
+    actions = bench.post(kind="region", key="cache")
+    assert [item.claim for item in actions if isinstance(item, Claimed)] == [1, 2, 3]
+    assert bench.registry.counts().waiting == 0
+
+
+def test_a_wait_ends_in_time() -> None:
+    bench = Bench()
+    bench.claim(wait_s=5)
+    assert bench.registry.next_deadline() == 5.0
+    assert bench.expire(4.99) == []
+    error = refusal(bench.expire(5.0))
+    assert error.code == "unknown_transfer"
+    assert "nothing is posted" in error.message
+    assert bench.registry.next_deadline() is None
+    assert refusal(bench.claim()).code == "unknown_transfer"
+
+
+def test_a_waiter_whose_time_is_over_is_not_served() -> None:
+    bench = Bench()
+    bench.claim(wait_s=5)
+    bench.now = 5.0
+    refused, posted = bench.post()
+    assert isinstance(refused, Refused)
+    assert isinstance(posted, Posted)
+
+
+def test_an_offer_is_used_once_even_when_the_claim_failed() -> None:
+    bench = Bench()
+    bench.posted()
+    answer = bench.claimed()
+    assert refusal(bench.claim()).code == "unknown_transfer"
+    assert told(bench.settle(answer, "failed", code="timeout")) == [("own", "settled", 1, "timeout")]
+    assert refusal(bench.claim()).code == "unknown_transfer"
+
+
+def test_a_ticket_needs_its_secret() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="ticket")
+    assert refusal(bench.claim(kind="ticket")).code == "access_denied"
+    assert refusal(bench.claim(kind="ticket", posting=posted.posting, secret=bytes(16))).code == "wrong_key"
+    assert refusal(bench.claim(kind="ticket", posting=posted.posting)).code == "wrong_key"
+    assert refusal(bench.claim(kind="ticket", posting="9" * 32, secret=posted.secret)).code == "unknown_transfer"
+    assert refusal(bench.claim(kind="offer", posting=posted.posting, secret=posted.secret)).code == "unknown_transfer"
+    bench.claimed(kind="ticket", posting=posted.posting, secret=posted.secret)
+    assert repr(posted.secret) not in repr(posted)
+
+
+def test_a_ticket_counts_successes() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="ticket", claims_max=2)
+    ticket: dict[str, Any] = {"kind": "ticket", "posting": posted.posting, "secret": posted.secret}
+    first, second = bench.claimed(**ticket), bench.claimed(**ticket)
+    assert refusal(bench.claim(**ticket)).code == "busy"
+    bench.settle(first, "failed", code="peer_unreachable")
+    third = bench.claimed(**ticket)
+    assert third.claim == 3, "numbers are never used again"
+    # Who waits for a place gets the one that a failure frees, and is sent away when there will be none.
+    assert bench.claim("other", wait_s=5, **ticket) == []
+    _, _, fourth, _ = bench.settle(third, "cancelled")
+    assert isinstance(fourth, Claimed)
+    assert fourth.link == "other"
+    assert bench.claim(wait_s=5, **ticket) == []
+    bench.settle(second)
+    actions = bench.settle(fourth)
+    assert isinstance(actions[-1], Refused)
+    assert "used up" in actions[-1].error.message
+    assert "used up" in refusal(bench.claim(wait_s=5, **ticket)).message
+
+
+def test_another_node_or_incarnation_is_refused_at_once() -> None:
+    bench = Bench()
+    bench.posted()
+    wrong_node = refusal(bench.claim(node_id=FAR, wait_s=9))
+    assert (wrong_node.code, wrong_node.fields) == ("peer_identity", {"expected": FAR, "actual": HERE})
+    restarted = refusal(bench.claim(incarnation=FAR, wait_s=9))
+    assert restarted.code == "peer_incarnation"
+    assert restarted.fields == {"expected": FAR, "actual": NOW_INCARNATION}
+    bench.claimed(node_id=HERE, incarnation=NOW_INCARNATION)
+
+
+# -- the end of a posting --------------------------------------------------------------------------------
+
+
+def test_expiry_is_told_to_both_sides_and_remembered() -> None:
+    bench = Bench()
+    posted = bench.posted(lease_s=10)
+    answer = bench.claimed()
+    actions = bench.expire(10.0)
+    assert told(actions) == [("own", "expired", 0, "lease_expired"), ("peer", "expired", 1, "lease_expired")]
+    assert refusal(bench.claim(wait_s=5)).code == "lease_expired"
+    assert refusal(bench.claim(posting=posted.posting, secret=posted.secret)).code == "lease_expired"
+    for _ in range(3):
+        assert bench.settle(answer) == [Done(link="peer", rid=bench._rid)]
+    bench.posted()
+    bench.claimed()
+
+
+def test_a_claim_at_the_last_moment_and_one_later() -> None:
+    for now, granted in ((9.999, True), (10.0, False)):
+        bench = Bench()
+        bench.posted(lease_s=10)
+        bench.now = now
+        actions = bench.claim()
+        assert any(isinstance(action, Claimed) for action in actions) is granted
+
+
+def test_memory_is_bounded() -> None:
+    bench = Bench(expired_memory_max=2)
+    for key in ("1", "2", "3"):
+        bench.posted(key=key, lease_s=1)
+    bench.expire(1.0)
+    assert bench.registry.counts().remembered == 2
+    assert [refusal(bench.claim(key=key)).code for key in ("1", "2", "3")] == [
+        "unknown_transfer",
+        "lease_expired",
+        "lease_expired",
+    ]
+    none = Bench(expired_memory_max=0)
+    none.posted(lease_s=1)
+    none.expire(1.0)
+    assert refusal(none.claim()).code == "unknown_transfer"
+
+
+def test_renewal_moves_the_end() -> None:
+    bench = Bench()
+    posted = bench.posted(lease_s=10)
+    bench.now = 9.0
+    renewed = bench.registry.renew(9.0, "own", 5, posting=posted.posting, lease_s=10)
+    assert renewed == [
+        Posted(link="own", rid=5, posting=posted.posting, secret=posted.secret, expires_in_s=10),
+    ]
+    assert bench.expire(18.9) == []
+    assert told(bench.expire(19.0)) == [("own", "expired", 0, "lease_expired")]
+    assert refusal(bench.registry.renew(19.0, "own", 6, posting=posted.posting, lease_s=1)).code == "lease_expired"
+
+
+def test_withdrawal() -> None:
+    bench = Bench()
+    posted = bench.posted()
+    bench.claimed()
+
+    def withdraw(link: Link, posting: str) -> list[Action]:
+        return bench.checked(bench.registry.withdraw(0.0, link, 5, posting=posting, reason="aborted"))
+
+    assert refusal(withdraw("other", posted.posting)).code == "access_denied"
+    assert refusal(withdraw("own", "9" * 32)).code == "unknown_transfer"
+    done, notice = withdraw("own", posted.posting)
+    assert done == Done(link="own", rid=5)
+    assert isinstance(notice, Notify)
+    assert (notice.link, notice.what, notice.claim, notice.detail) == ("peer", "withdrawn", 1, "aborted")
+    assert withdraw("own", posted.posting) == [Done(link="own", rid=5)], "twice is harmless"
+    assert bench.registry.counts().claims == 0
+
+
+def test_a_region_without_lease_lives_as_long_as_its_worker() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="region", key="cache")
+    assert posted.expires_in_s == 0
+    assert bench.registry.next_deadline() is None
+    bench.claimed(kind="region", key="cache")
+    assert told(bench.remove("own")) == [("peer", "lost", 1, "peer_lost")]
+
+
+# -- limits ----------------------------------------------------------------------------------------------
+
+
+def test_postings_at_the_limit_and_one_more() -> None:
+    bench = Bench(postings_max=2)
+    bench.posted(key="1")
+    posted = bench.posted(key="2")
+    assert refusal(bench.post(key="3")).code == "too_many_pending"
+    bench.registry.withdraw(0.0, "own", 1, posting=posted.posting)
+    bench.posted(key="3")
+
+
+def test_bodies_at_the_limit_and_one_byte_more() -> None:
+    bench = Bench(posting_bytes_max=POSTING_BODY_BYTES_MAX)
+    assert refusal(bench.post(body=bytes(POSTING_BODY_BYTES_MAX + 1))).code == "too_large"
+    bench.posted(body=bytes(POSTING_BODY_BYTES_MAX))
+    assert refusal(bench.post(key="2", body=b"x")).code == "too_many_pending"
+
+
+def test_claims_at_the_limit_and_one_more() -> None:
+    bench = Bench(claims_max=2)
+    bench.posted(kind="region")
+    first = bench.claimed(kind="region")
+    bench.claimed(kind="region")
+    assert refusal(bench.claim(kind="region", wait_s=5)).code == "too_many_pending"
+    assert bench.claim("other", key="late", wait_s=5) == []
+    posted, refused = bench.post(key="late")
+    assert isinstance(posted, Posted)
+    assert isinstance(refused, Refused)
+    assert refused.error.code == "too_many_pending"
+    bench.settle(first)
+    bench.claimed(kind="region")
+
+
+def test_waiters_at_the_limit_and_one_more() -> None:
+    bench = Bench(waiting_max=2)
+    bench.claim(key="1", wait_s=5)
+    bench.claim(key="2", wait_s=5)
+    assert refusal(bench.claim(key="3", wait_s=5)).code == "too_many_pending"
+    bench.expire(5.0)
+    assert bench.claim(key="3", wait_s=5) == []
+
+
+def test_worker_that_takes_all_it_can_leaves_room_for_others() -> None:
+    bench = Bench(postings_max=90, waiting_max=90, claims_max=90)
+    counts = bench.registry.counts
+
+    def take_all(what: Callable[[int], list[Action]]) -> None:
+        for number in range(100):
+            answers = what(number)
+            if answers and isinstance(answers[0], Refused):
+                assert refusal(answers).code == "too_many_pending"
+                return
+        raise AssertionError("nothing was refused")
+
+    take_all(lambda number: bench.claim(key=f"never {number}", wait_s=5))
+    assert 70 < counts().waiting < 90
+    assert bench.claim("other", key="never", wait_s=5) == []
+    take_all(lambda number: bench.post(kind="region", key=f"posted {number}"))
+    assert 70 < counts().postings < 90
+    bench.posted("other", kind="region", key="modest")
+    take_all(lambda _: bench.claim(kind="region", key="modest"))
+    assert 70 < counts().claims < 90
+    bench.claimed("other", kind="region", key="modest")
+    bench.registry.check()
+
+
+def test_workers_at_the_limit_and_one_more() -> None:
+    bench = Bench(workers_max=3)
+    bench.registry.add_worker("third")
+    with pytest.raises(TooManyPending):
+        bench.registry.add_worker("fourth")
+    bench.remove("third")
+    bench.registry.add_worker("fourth")
+    with pytest.raises(UsageError):
+        bench.registry.add_peer("fourth", FAR, FAR)
+    with pytest.raises(UsageError):
+        bench.registry.add_peer("nameless", "", FAR)
+    bench.registry.check()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kind": "other"},
+        {"key": ""},
+        {"key": "k" * (KEY_CHARS_MAX + 1)},
+        {"lease_s": -1},
+        {"lease_s": 3600.5},
+        {"lease_s": float("nan")},
+        {"lease_s": float("inf")},
+        {"claims_max": -1},
+        {"claims_max": 2},
+        {"kind": "ticket", "claims_max": CLAIM_NUMBER_MAX + 1},
+    ],
+    ids=str,
+)
+def test_bad_postings(more: dict[str, Any]) -> None:
+    bench = Bench()
+    assert refusal(bench.post(**more)).code == "usage"
+    assert bench.registry.counts().postings == 0
+
+
+@pytest.mark.parametrize("wait_s", [-1, float("nan"), float("inf"), 1e9])
+def test_bad_waits(wait_s: float) -> None:
+    assert refusal(Bench().claim(wait_s=wait_s)).code == "usage"
+
+
+def test_who_may_post() -> None:
+    bench = Bench()
+    assert refusal(bench.post("peer")).code == "access_denied"
+    assert refusal(bench.post("stranger")).code == "closed"
+    bench.posted()
+    assert refusal(bench.post("other")).code == "usage", "one live offer per key"
+    bench.posted(kind="region", key="R")
+    bench.posted(kind="ticket", key="R")
+    bench.posted(kind="ticket", key="R")

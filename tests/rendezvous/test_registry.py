@@ -1,0 +1,208 @@
+"""The registry: who is answered what, who is told what, and that nothing is forgotten or counted twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.rendezvous.actions import Claimed, Deliver, Done, Notify, Posted, Refused, SettleElsewhere
+from kvxfer.rendezvous.registry import Registry
+from tests.rendezvous.bench import FAR, HERE, THEIR_INCARNATION, THERE, Bench, refusal, told
+
+# -- settlements -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "what", "said"),
+    [
+        ("done", "", "settled", "done"),
+        ("failed", "timeout", "settled", "timeout"),
+        ("failed", "", "settled", "failed"),
+        ("failed", "done", "settled", "failed"),
+        ("cancelled", "", "settled", "cancelled"),
+        ("failed", "peer_lost", "lost", "peer_lost"),
+    ],
+)
+def test_the_owner_hears_how_a_claim_ended_once(outcome: str, code: str, what: str, said: str) -> None:
+    bench = Bench()
+    bench.posted(kind="region")
+    answer = bench.claimed(kind="region")
+    assert told(bench.settle(answer, outcome, code=code)) == [("own", what, 1, said)]
+    assert told(bench.settle(answer, outcome, code=code)) == []
+    assert bench.registry.counts().claims == 0
+
+
+def test_who_may_settle() -> None:
+    bench = Bench()
+    bench.posted()
+    answer = bench.claimed()
+    assert refusal(bench.settle(answer, link="other")).code == "access_denied"
+    bench.registry.add_peer("far", FAR, THEIR_INCARNATION)
+    assert refusal(bench.settle(answer, link="far")).code == "access_denied"
+    assert told(bench.settle(answer, link="own")) == [], "the owner knows already"
+    assert bench.registry.counts().claims == 0
+
+
+def test_a_claim_that_never_was() -> None:
+    bench = Bench()
+    posted = bench.posted()
+    for posting, claim in ((posted.posting, 0), (posted.posting, 1), ("9" * 32, 1)):
+        actions = bench.registry.settle(0.0, "peer", 1, posting=posting, claim=claim, outcome="done")
+        assert refusal(actions).code == "unknown_transfer"
+    assert refusal(bench.registry.settle(0.0, "peer", 1, posting="", claim=1, outcome="?")).code == "usage"
+
+
+def test_a_worker_that_claims_from_itself_hears_both_sides() -> None:
+    bench = Bench()
+    bench.posted()
+    answer = bench.claimed("own")
+    assert told(bench.settle(answer, "failed", code="timeout")) == [("own", "settled", 1, "timeout")]
+    posted = bench.posted(kind="ticket")
+    bench.claimed("own", kind="ticket", posting=posted.posting, secret=posted.secret)
+    assert told(bench.registry.withdraw(0.0, "own", 1, posting=posted.posting)) == [("own", "withdrawn", 1, "")]
+
+
+# -- links -----------------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_is_told_to_everybody_at_once() -> None:
+    bench = Bench()
+    bench.posted("own", key="1")
+    bench.claimed("peer", key="1")
+    bench.posted("other", key="2")
+    bench.claimed("own", key="2")
+    bench.claim("own", key="3", wait_s=9)
+    bench.registry.listen(0.0, "own", 1, channel="c")
+    claimed = Claimed(
+        link="own", rid=9, posting="e" * 32, claim=4, body=b"", expires_in_s=1, node_id=THERE, incarnation=""
+    )
+    assert bench.registry.claimed_elsewhere(0.0, claimed) == [claimed]
+    actions = bench.remove("own")
+    assert told(actions) == [("peer", "lost", 1, "peer_lost"), ("other", "lost", 1, "peer_lost")]
+    (settlement,) = (item for item in actions if isinstance(item, SettleElsewhere))
+    assert (settlement.node_id, settlement.posting, settlement.claim) == (THERE, "e" * 32, 4)
+    assert (settlement.outcome, settlement.code, settlement.link) == ("failed", "peer_lost", None)
+    counts = bench.registry.counts()
+    assert (counts.claims, counts.waiting, counts.routes, counts.postings, counts.channels) == (0, 0, 0, 1, 0)
+    assert bench.remove("own") == []
+    assert refusal(bench.claim(key="1")).code == "unknown_transfer"
+
+
+def test_a_ticket_of_a_dead_worker_says_so() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="ticket")
+    bench.remove("own")
+    error = refusal(bench.claim(kind="ticket", posting=posted.posting, secret=posted.secret, wait_s=5))
+    assert (error.code, error.retryable) == ("peer_lost", False)
+
+
+def test_waiters_of_a_ticket_are_sent_away_at_its_end() -> None:
+    bench = Bench()
+    posted = bench.posted(kind="ticket", claims_max=1)
+    ticket: dict[str, Any] = {"kind": "ticket", "posting": posted.posting, "secret": posted.secret}
+    bench.claimed(**ticket)
+    bench.claim("other", wait_s=9, **ticket)
+    lost, refused = bench.remove("own")
+    assert isinstance(lost, Notify)
+    assert isinstance(refused, Refused)
+    assert (refused.link, refused.error.code) == ("other", "peer_lost")
+
+
+def test_a_lost_peer_orphans_and_a_returning_one_takes_its_claims_back() -> None:
+    bench = Bench()
+    bench.posted()
+    answer = bench.claimed()
+    assert bench.registry.live_claims("peer") == 1
+    assert told(bench.remove("peer")) == [("own", "orphaned", 1, "peer_lost")]
+    assert bench.registry.counts().orphans == 1
+    bench.registry.add_peer("again", THERE, THEIR_INCARNATION)
+    bench.registry.check()
+    assert bench.registry.live_claims("again") == 1
+    assert bench.registry.counts().orphans == 0
+    assert told(bench.settle(answer, link="again")) == [("own", "settled", 1, "done")]
+
+
+def test_a_restarted_peer_may_settle_what_it_orphaned() -> None:
+    bench = Bench()
+    bench.posted()
+    answer = bench.claimed()
+    bench.remove("peer")
+    bench.registry.add_peer("again", THERE, FAR)
+    assert bench.registry.counts().orphans == 1
+    assert told(bench.settle(answer, "failed", link="again", code="timeout")) == [("own", "settled", 1, "timeout")]
+    assert bench.registry.counts().orphans == 0
+
+
+def test_two_links_to_one_peer_back_each_other_up() -> None:
+    bench = Bench()
+    bench.registry.add_peer("second", THERE, THEIR_INCARNATION)
+    bench.posted()
+    bench.claimed("peer")
+    assert bench.remove("peer") == []
+    assert bench.registry.live_claims("second") == 1
+    assert told(bench.remove("second")) == [("own", "orphaned", 1, "peer_lost")]
+
+
+def test_an_orphan_that_nothing_else_would_end_is_lost_after_a_lease() -> None:
+    bench = Bench(lease_s=60)
+    bench.posted(kind="region")
+    bench.claimed(kind="region")
+    bench.remove("peer")
+    assert bench.registry.next_deadline() == 60.0
+    assert told(bench.expire(60.0)) == [("own", "lost", 1, "peer_lost")]
+    assert bench.registry.counts().claims == 0
+
+
+def test_orphans_end_with_their_posting() -> None:
+    bench = Bench()
+    posted = bench.posted(lease_s=10)
+    bench.claimed()
+    bench.remove("peer")
+    assert told(bench.registry.withdraw(0.0, "own", 1, posting=posted.posting)) == []
+    bench.registry.check()
+    assert bench.registry.counts().orphans == 0
+
+
+# -- mail and shutdown -----------------------------------------------------------------------------------
+
+
+def test_mail() -> None:
+    bench = Bench()
+    sent = bench.registry.mail(0.0, "peer", 5, channel="c", data=b"1", source=THERE)
+    assert sent == [Done(link="peer", rid=5)]
+    assert bench.registry.next_deadline() == 30.0
+    assert bench.registry.listen(0.0, "own", 6, channel="c") == [
+        Done(link="own", rid=6),
+        Deliver(link="own", channel="c", data=b"1", source=THERE),
+    ]
+    assert refusal(bench.registry.listen(0.0, "peer", 7, channel="d")).code == "access_denied"
+    assert refusal(bench.registry.listen(0.0, "other", 7, channel="c")).code == "busy"
+    assert bench.registry.unlisten(0.0, "own", 8, channel="c") == [Done(link="own", rid=8)]
+    bench.registry.mail(0.0, "peer", 9, channel="c", data=b"2", source=THERE)
+    bench.expire(30.0)
+    assert bench.registry.counts().held_messages == 0
+
+
+def test_draining_keeps_what_is_claimed_and_nothing_else() -> None:
+    bench = Bench()
+    bench.posted(key="1")
+    answer = bench.claimed(key="1")
+    bench.posted(key="2")
+    bench.claim("other", key="3", wait_s=9)
+    actions = bench.checked(bench.registry.drain(0.0))
+    assert told(actions) == [("own", "withdrawn", 0, "peer_draining")]
+    (refused,) = (item for item in actions if isinstance(item, Refused))
+    assert (refused.link, refused.error.code) == ("other", "peer_draining")
+    assert refusal(bench.post(key="4")).code == "peer_draining"
+    assert refusal(bench.claim(key="1")).code == "peer_draining"
+    assert told(bench.settle(answer)) == [("own", "settled", 1, "done")]
+    assert bench.registry.counts().claims == 0
+
+
+def test_a_random_source_that_repeats_itself_is_noticed() -> None:
+    registry = Registry(Config(), node_id=HERE, incarnation=HERE, random=bytes)
+    registry.add_worker("w")
+    assert isinstance(registry.post(0.0, "w", 1, kind="offer", key="1")[0], Posted)
+    assert refusal(registry.post(0.0, "w", 2, kind="offer", key="2")).code == "internal"

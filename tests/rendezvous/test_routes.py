@@ -1,0 +1,118 @@
+"""The claimant's side: events of other nodes find their worker, settlements find their node."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.rendezvous.actions import Action, Claimed, Link, Notify, Refused, SettleElsewhere
+from tests.rendezvous.bench import FAR, THEIR_INCARNATION, THERE, Bench, refusal, told
+
+# -- the claimant's side ---------------------------------------------------------------------------------
+
+
+def routed(bench: Bench, link: Link = "own", posting: str = "e" * 32) -> Claimed:
+    answer = Claimed(
+        link=link,
+        rid=bench.rid(),
+        posting=posting,
+        claim=7,
+        body=b"x",
+        expires_in_s=5,
+        node_id=THERE,
+        incarnation=THEIR_INCARNATION,
+    )
+    assert bench.checked(bench.registry.claimed_elsewhere(bench.now, answer)) == [answer]
+    return answer
+
+
+def event(bench: Bench, what: str, link: Link = "peer", claim: int = 7) -> list[Action]:
+    return bench.checked(
+        bench.registry.event_from_peer(bench.now, link, posting="e" * 32, claim=claim, what=what, code="c", detail="d")
+    )
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "expired", "lost"])
+def test_an_event_finds_its_worker_once(what: str) -> None:
+    bench = Bench()
+    routed(bench)
+    assert event(bench, what) == [
+        Notify(link="own", posting="e" * 32, claim=7, what=what, code="c", detail="d"),
+    ]
+    assert event(bench, what) == []
+    assert bench.registry.unexpected == {("event", "unknown_claim"): 1}
+    assert bench.registry.counts().routes == 0
+
+
+def test_events_that_fit_nothing_are_counted() -> None:
+    bench = Bench()
+    routed(bench)
+    bench.registry.add_peer("far", FAR, THEIR_INCARNATION)
+    for what, link, claim in (("lost", "far", 7), ("lost", "gone", 7), ("lost", "peer", 8), ("claimed", "peer", 7)):
+        assert event(bench, what, link, claim) == []
+    assert bench.registry.unexpected == {
+        ("event", "wrong_node"): 2,
+        ("event", "unknown_claim"): 1,
+        ("event", "kind"): 1,
+    }
+    assert bench.registry.counts().routes == 1
+
+
+def test_a_settlement_goes_where_the_claim_is() -> None:
+    bench = Bench()
+    answer = routed(bench)
+    (action,) = bench.settle(answer, "failed", code="timeout", detail="d")
+    assert action == SettleElsewhere(
+        node_id=THERE,
+        posting="e" * 32,
+        claim=7,
+        outcome="failed",
+        code="timeout",
+        detail="d",
+        link="own",
+        rid=bench._rid,
+    )
+    assert refusal(bench.settle(answer)).code == "unknown_transfer"
+    (again,) = bench.settle(answer, node=("127.0.0.1:1",))
+    assert isinstance(again, SettleElsewhere)
+    assert (again.node_id, again.node) == ("", ("127.0.0.1:1",))
+
+
+def test_another_worker_cannot_settle_by_a_route_that_is_not_its_own() -> None:
+    bench = Bench()
+    answer = routed(bench)
+    for node in ((), ("127.0.0.1:1",)):
+        assert refusal(bench.settle(answer, link="other", node=node)).code == "access_denied"
+    assert bench.registry.counts().routes == 1
+
+
+def test_a_peer_out_of_reach_orphans_our_claims() -> None:
+    bench = Bench()
+    bench.registry.add_peer("second", THERE, THEIR_INCARNATION)
+    routed(bench)
+    assert bench.registry.live_claims("peer") == 1
+    assert bench.remove("second") == []
+    assert told(bench.remove("peer")) == [("own", "orphaned", 7, "peer_lost")]
+    assert bench.registry.counts().routes == 1, "the data path may still work"
+
+
+def test_a_claim_that_is_granted_to_a_worker_that_is_gone_is_given_back() -> None:
+    bench = Bench()
+    answer = Claimed(
+        link="gone", rid=1, posting="e" * 32, claim=7, body=b"", expires_in_s=5, node_id=THERE, incarnation=""
+    )
+    (action,) = bench.registry.claimed_elsewhere(0.0, answer)
+    assert isinstance(action, SettleElsewhere)
+    assert (action.outcome, action.code, action.link) == ("failed", "peer_lost", None)
+
+
+def test_routes_are_bounded() -> None:
+    bench = Bench(claims_max=1)
+    routed(bench)
+    answer = Claimed(
+        link="own", rid=9, posting="9" * 32, claim=1, body=b"", expires_in_s=5, node_id=THERE, incarnation=""
+    )
+    back, refused = bench.registry.claimed_elsewhere(0.0, answer)
+    assert isinstance(back, SettleElsewhere)
+    assert back.outcome == "cancelled"
+    assert isinstance(refused, Refused)
+    assert refused.error.code == "too_many_pending"
