@@ -142,6 +142,9 @@ class Config:
     reload_s: float = _seconds(
         5, 0.05, 3600, "How often the files of secret and certificate are looked at for changes."
     )
+    reload_grace_s: float = _seconds(
+        10, 0, 86400, "Connections proved by a secret or an authority that was taken away are closed after this time."
+    )
     namespace: str = _text(
         DEFAULT_NAMESPACE,
         "What this node belongs to; postings of another namespace cannot be seen. For a worker, default: its daemon's.",
@@ -196,6 +199,12 @@ class Config:
     )
     tcp_streams: int = _int(2, 1, 32, "Connections per peer of the tcp transport.")
     tcp_threads: int = _int(2, 1, 64, "Threads that drive the tcp transport.")
+    tcp_encryption: str = _text(
+        "off",
+        'Encrypt what tcp moves: "on" on both sides, or they refuse each other. Takes a control plane that nobody can '
+        "read: certificates, or loopback.",
+        choices=("off", "on"),
+    )
     tcp_congestion: str = _text(
         "reno",
         "Congestion control between processes of this host (one that does not pace); empty: the system's.",
@@ -291,6 +300,9 @@ class Config:
     link_queue_bytes_max: int = _size(
         16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
     )
+    link_queues_bytes_max: int = _size(
+        256 * MIB, 1 * MIB, 1 << 40, "Bytes that wait to be sent on all control connections of the daemon together."
+    )
     frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
     postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
     posting_bytes_max: int = _size(1 * GIB, 1 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
@@ -359,6 +371,11 @@ class Config:
         return host if is_numeric(host) else "127.0.0.1"
 
     @property
+    def encrypts(self) -> bool:
+        """Whether the data path is encrypted."""
+        return self.tcp_encryption == "on"
+
+    @property
     def hixl_bind_host(self) -> str:
         """The numeric address where hixl listens. It is also its engine's name, so what `data_advertise` names first
         takes the place of a wildcard.
@@ -397,6 +414,13 @@ class Config:
                 raise ConfigError(
                     why, key=key, value=host, hint=f"{hint}, or tls_cert, tls_key and tls_ca, or use 127.0.0.1"
                 )
+        if self.encrypts and not is_loopback(self.listen_address.host) and not self.tls_cert:
+            why = (
+                "tcp_encryption is on, and the control plane, which carries the keys, is open to whoever can read its "
+                "packets"
+            )
+            hint = 'set tls_cert, tls_key and tls_ca, or tcp_encryption = "off"'
+            raise ConfigError(why, key="tcp_encryption", value=self.tcp_encryption, hint=hint)
         http = self.http_address
         if http is not None and not http.is_loopback and not self.http_allow_remote:
             why = "http is reachable from other hosts and has no login"

@@ -4,6 +4,7 @@
 #define KVX_ABI_VERSION    1
 #define KVX_KEY_BYTES      16
 #define KVX_ID_BYTES       16
+#define KVX_SECRET_BYTES   32
 #define KVX_NAME_MAX       32
 #define KVX_ENDPOINT_MAX   256
 #define KVX_TRANSPORTS_MAX 8
@@ -16,8 +17,9 @@
 #define KVX_ENGINE_MANUAL  1  /* no thread drives `loop`: tests step it with kvx_engine_step */
 #define KVX_ENGINE_NO_CMA  2  /* never use cross-memory attach */
 #define KVX_ENGINE_NO_HUGE 4  /* never try hugepages */
-#define KVX_ENGINE_NO_LEND 16 /* tcp: copy the payload of puts into the kernel instead of lending it the pages */
 #define KVX_ENGINE_NO_IPC  8  /* hixl: never map device memory of other processes of this host; HIXL moves it instead */
+#define KVX_ENGINE_ENCRYPT 16 /* tcp: all data connections are sealed; one that is not is refused */
+#define KVX_ENGINE_NO_LEND 32 /* tcp: copy the payload of puts into the kernel instead of lending it the pages */
 
 /* kinds of memory; a transport says with bit (1 << kind) of kvx_transport_info.memory which ones it reaches */
 #define KVX_MEM_DRAM   0 /* of this host: memfds, and whatever the application registers */
@@ -46,6 +48,7 @@
 #define KVX_CAP_SAME_HOST 32  /* reaches this host only */
 #define KVX_CAP_CHECK     64  /* KVX_OP_CHECK works */
 #define KVX_CAP_OWN       128 /* reaches its own engine only */
+#define KVX_CAP_ENCRYPTED 256 /* what it sends to other hosts is encrypted; connecting takes the owner's secret */
 
 /* what became of a transport when one was chosen for a grant: kvx_choice_count */
 #define KVX_CHOICE_TAKEN       0
@@ -127,6 +130,7 @@ typedef struct kvx_transport_info {
     uint32_t copies_x100;  /* CPU copies per delivered byte, both sides together, x100 */
     uint32_t memory;       /* bit (1 << kind) for each kind of an owner's memory that it reaches */
     uint32_t local_memory; /* the same for our own memory */
+    uint8_t secret[32];    /* KVX_CAP_ENCRYPTED: what a peer needs to connect beside the endpoint; drawn at the start */
 } kvx_transport_info;
 
 typedef struct kvx_alloc_args {
@@ -334,7 +338,10 @@ int kvx_grant_revoke(kvx_engine *engine, uint64_t grant, uint64_t *token_p);
 int64_t kvx_grant_attached(kvx_engine *engine, uint64_t grant);
 
 /* -- peers ------------------------------------------------------------------------------------- */
-int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p, uint64_t *token_p);
+/* `secret`: of the peer's engine, KVX_SECRET_BYTES, as its owner told it; NULL when it told none. KVX_E_ENCRYPTION: one
+ * side encrypts and the other does not. */
+int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, const uint8_t *secret,
+                     uint64_t *peer_p, uint64_t *token_p);
 int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p);
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p);
 int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_p);
@@ -368,4 +375,6 @@ void kvx_space_query(const kvx_space *space, uint64_t *taken_p, uint64_t *larges
 const char *kvx_status_name(int status);
 void kvx_copy(void *target, const void *source, uint64_t length, uint64_t nt_bytes_min);
 uint32_t kvx_crc32c(uint32_t seed, const void *data, uint64_t length);
+/* Can tcp encrypt here? KVX_OK, or KVX_E_UNSUPPORTED and why not. */
+int kvx_encryption_probe(char *why, size_t why_size);
 void kvx_mac(const uint8_t *key, const void *data, uint64_t length, uint8_t *mac);

@@ -13,10 +13,14 @@ from kvxfer.native.status import Status, error_for
 class Connections(Life):
     """A part of `Engine`: peers and imports."""
 
-    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
-        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`."""
+    def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
+        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`.
+
+        ``secret``: what goes with the endpoint of an engine that encrypts, see `TransportInfo.secret`.
+        """
         engine = self._require_loop()
-        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), self._id_p, self._token_p)
+        told = ffi.NULL if secret is None else ffi.new("uint8_t[32]", secret)
+        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), told, self._id_p, self._token_p)
         if status != 0:
             raise error_for(status, what="connect", endpoint=endpoint)
         return self._id_p[0], self._future(self._token_p[0])

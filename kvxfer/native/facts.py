@@ -24,7 +24,16 @@ SAME_NUMBERS = (
 NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
     *SAME_NUMBERS,
-    *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir", "numa_node"),
+    *(
+        "transports",
+        "tcp_congestion",
+        "tcp_encryption",
+        "fault_spec",
+        "cross_memory_attach",
+        "hugepages",
+        "socket_dir",
+        "numa_node",
+    ),
     *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc", "tcp_zero_copy"),
 )
 
@@ -66,7 +75,7 @@ class EventKind(IntEnum):
 class Caps:
     """Bits of `TransportInfo.caps`."""
 
-    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN = 1, 2, 4, 8, 16, 32, 64, 128
+    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN, ENCRYPTED = 1, 2, 4, 8, 16, 32, 64, 128, 256
 
 
 class ChoiceKind(IntEnum):
@@ -116,6 +125,7 @@ class EngineConfig:
     tcp_congestion: str = "reno"
     tcp_threads: int = 2
     tcp_streams: int = 2
+    tcp_encryption: str = "off"
     hixl_bind: str = "127.0.0.1"
     hixl_port: int = 0
     hixl_engine_port: int = 0
@@ -150,8 +160,10 @@ class EngineConfig:
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
-        allowed = (self.cross_memory_attach, self.hugepages, self.device_ipc, self.tcp_zero_copy)
-        return int(self.manual) | sum(2 << bit for bit, it_is in enumerate(allowed) if not it_is)
+        allowed = (self.cross_memory_attach, self.hugepages, self.device_ipc)
+        forbidden = sum(2 << bit for bit, it_is in enumerate(allowed) if not it_is)
+        encrypt, copy = 16 * (self.tcp_encryption == "on"), 32 * (not self.tcp_zero_copy)
+        return int(self.manual) | forbidden | encrypt | copy
 
     def fill(self, ffi: Any, native: Any) -> list[Any]:
         """Write into a ``kvx_engine_config``; the result keeps its strings alive."""
@@ -202,6 +214,7 @@ class TransportInfo:
     copies_per_byte: float
     memory: int
     local_memory: int
+    secret: bytes | None = field(default=None, repr=False)  # what a peer needs beside the endpoint
 
     @property
     def can_put(self) -> bool:
@@ -233,6 +246,11 @@ class TransportInfo:
     def can_check(self) -> bool:
         """Transfers can be checksummed end to end."""
         return bool(self.caps & Caps.CHECK)
+
+    @property
+    def encrypted(self) -> bool:
+        """What it sends to other hosts is encrypted."""
+        return bool(self.caps & Caps.ENCRYPTED)
 
     @property
     def own_engine(self) -> bool:

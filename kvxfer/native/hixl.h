@@ -131,7 +131,7 @@ struct hixl_link {
     hixl_peer *copier;             /* by copy: whose it is alone, so that what is mapped goes before its side link */
     char remote[HIXL_ENGINE_TEXT]; /* HIXL's engine; or the name of the process and device */
     int32_t physical;              /* the other side's device */
-    uint64_t epoch;
+    uint64_t epoch, heard;         /* of the latest LOCATION with this name: only its process is there */
     hixl_machine machine;
     hixl_pace pace;
     struct hixl_call *call;                 /* that is out */
@@ -215,7 +215,8 @@ struct hixl_conn {
     uint8_t nonce[KVX_NONCE_BYTES];
     uint32_t key_failures;
     bool proved, counted, said_bye;
-    bool held; /* acceptor: held_frame waits for room in the notification queue */
+    bool inside; /* dialler: it leads to a listener of this process */
+    bool held;   /* acceptor: held_frame waits for room in the notification queue */
     kvx_frame held_frame;
     uint8_t held_key[KVX_KEY_BYTES];
     kvx_table attached; /* acceptor, hixl->lock: handle -> hixl_attach */
@@ -248,6 +249,7 @@ typedef struct hixl_import {
     uint64_t handle;
     uint8_t key[KVX_KEY_BYTES];
     hixl_location location;
+    uint64_t heard;                     /* when it was: numbers all LOCATIONs */
     bool pending;                       /* import_done is still to come */
     bool attached;                      /* the owner counts us */
     int shut;                           /* not KVX_OK: no op may use it any more, and why */
@@ -290,6 +292,8 @@ struct hixl_transport {
     uint64_t epoch;
     char host[64]; /* hixl_bind, as it stands before ":port" */
     char endpoint[KVX_ENDPOINT_MAX];
+    struct sockaddr_storage listens; /* where */
+    hixl_transport *next_here;       /* those of this process that listen */
     int epoll_fd, wake_fd, listen_fd;
     uint32_t device_count;
     hixl_device devices[HIXL_DEVICES_MAX];
@@ -300,12 +304,16 @@ struct hixl_transport {
     hixl_peer *todo;
     hixl_conn *graveyard;
     uint32_t accepted, unproved;
+    uint64_t locations; /* that peers told us */
     bool accept_paused, closing, stuck;
     uint64_t accept_retry_ms, deadline_ms;
 };
 
 /* hixl_side.c: sockets and frames. With the lock held unless said otherwise. */
 int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size);
+void kvx_hixl_listen_end(hixl_transport *hixl);
+/* Does an engine of this process listen there? */
+bool kvx_hixl_inside(const struct sockaddr_storage *address);
 /* A free port on our address, for one of HIXL's listeners. 0 = none. */
 uint32_t kvx_hixl_free_port(const hixl_transport *hixl);
 hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd);

@@ -319,13 +319,18 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
             return KVX_E_NOMEM;
         }
         import->links[device->index] = link;
-        link->physical = location->physical;
-        if (link->epoch != location->epoch) { /* another process answers to that name now */
-            link->epoch = location->epoch;
-            link->known_version = 0;
-            kvx_hixl_link_fail(link, kvx_now_ms(), false);
+        if (import->heard > link->heard) {
+            link->heard = import->heard;
+            link->physical = location->physical;
+            if (link->epoch != location->epoch) { /* another process answers to that name now */
+                link->epoch = location->epoch;
+                link->known_version = 0;
+                kvx_hixl_link_fail(link, kvx_now_ms(), false);
+            }
         }
-        link->known_version = location->known > link->known_version ? location->known : link->known_version;
+        if (link->epoch == location->epoch && location->known > link->known_version) {
+            link->known_version = location->known;
+        }
     }
     *link_p = link;
     return KVX_OK;

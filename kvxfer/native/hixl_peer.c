@@ -3,6 +3,7 @@
  *
  * A lost connection is closed only when nothing of ours moves any more: its end is what tells the owner. */
 #include "hixl.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -59,7 +60,8 @@ static void dial(hixl_peer *peer) {
         connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
         return;
     }
-    int fd = socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    bool inside = kvx_hixl_inside(&peer->address); /* before: whoever comes to listen there later is somebody else */
+    int fd = kvx_owned(socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     int error = fd < 0 ? errno : 0;
     hixl_conn *conn = fd < 0 ? NULL : kvx_hixl_conn_new(hixl, KVX_STREAM_SIDE_DIALLER, fd);
     if (conn != NULL && connect(fd, (const struct sockaddr *)&peer->address, peer->address_length) != 0 &&
@@ -81,6 +83,7 @@ static void dial(hixl_peer *peer) {
         return;
     }
     conn->peer = peer;
+    conn->inside = inside;
     conn->deadline_ms = kvx_now_ms() + hixl->config->connect_ms;
     kvx_hixl_deadline(hixl, conn->deadline_ms);
     pthread_mutex_lock(&hixl->lock);
@@ -359,6 +362,10 @@ static bool on_location(hixl_conn *conn) {
         import->attached = true;
         bool sound = kvx_hixl_location_decode(&import->location, kvx_rx_units(&conn->rx), conn->rx.frame.segments) &&
                      import->location.length >= import->import->remote.length;
+        import->heard = ++hixl->locations;
+        if (!conn->inside) { /* addresses of ours are not for others to name */
+            import->location.process = 0;
+        }
         if (!sound) {
             send_about(import, KVX_FRAME_DETACH);
         }

@@ -386,8 +386,10 @@ static void serve(hixl_link *link, uint64_t now_ms) {
     while (link->machine.state == HIXL_UP && link->run_first != NULL && !full && !broken &&
            link->live_bytes < link->window && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
         hixl_xfer *xfer = link->run_first;
-        if (atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed)) {
-            fail(xfer, KVX_E_CANCELLED, -1);
+        bool cancelled = atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed);
+        if (cancelled ||
+            xfer->import->location.epoch != link->epoch) { /* its addresses are of a process that is gone */
+            fail(xfer, cancelled ? KVX_E_CANCELLED : KVX_E_PEER_LOST, -1);
             step(xfer);
             continue;
         }

@@ -42,8 +42,8 @@ static bool answer_import(kvx_core *core, import_box *box, int status, int sys_e
 
 /* -- peers ------------------------------------------------------------------------------------------------------ */
 
-int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p,
-                     uint64_t *token_p) {
+int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, const uint8_t *secret,
+                     uint64_t *peer_p, uint64_t *token_p) {
     kvx_core *core = &engine->core;
     if (endpoint == NULL || endpoint[0] == '\0' || strlen(endpoint) >= KVX_ENDPOINT_MAX) {
         return KVX_E_INVALID;
@@ -67,6 +67,10 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
         id = box->peer.id = core->next_id++;
         token = box->peer.token = core->next_id++;
         strcpy(box->peer.endpoint, endpoint);
+        box->peer.encrypted = secret != NULL;
+        if (secret != NULL) {
+            memcpy(box->peer.secret, secret, KVX_SECRET_BYTES);
+        }
         kvx_table_put(&core->peers, id, box);
         gauges(core);
     }

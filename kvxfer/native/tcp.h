@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c).
+ * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c tcp_seal.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -30,6 +30,7 @@
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
 #define TCP_TURN_BYTES       (4u << 20)   /* moved for one connection before others get their turn */
 #define TCP_SEND_BYTES       (512u << 10) /* in one sendmsg */
+#define TCP_SEALED_BYTES     (64u << 10)  /* the same when it is sealed: one record */
 #define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
 #define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
 #define TCP_CROWDED_MS      500          /* instead of handshake_ms while too many are unproved */
@@ -41,6 +42,7 @@
 
 typedef struct tcp_conn tcp_conn;
 typedef struct tcp_peer tcp_peer;
+typedef struct tcp_seal tcp_seal;
 typedef struct tcp_xfer tcp_xfer;
 typedef struct tcp_transport tcp_transport;
 
@@ -94,6 +96,8 @@ struct tcp_transport {
     uint32_t frame_bytes;
     uint32_t streams;
     uint32_t threads;
+    bool encrypted;                   /* every connection is sealed */
+    uint8_t secret[KVX_SECRET_BYTES]; /* that diallers to us must know */
     tcp_thread thread[TCP_THREADS_MAX];
     int listen_fd;
     _Atomic bool accept_paused;
@@ -214,6 +218,7 @@ struct tcp_conn {
     uint64_t deadline_ms;
     _Atomic uint64_t watch_ms; /* look whether the other host is alive; 0 = nothing was sent lately */
     kvx_stream_auth auth;
+    tcp_seal *seal;       /* NULL: the connection is in clear */
     kvx_hello hello;      /* ours */
     uint32_t frame_bytes; /* largest payload on this connection */
 
@@ -344,6 +349,10 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms);
 void kvx_tcp_conn_arm(tcp_conn *conn);   /* epoll interest from want_out and rx_stopped */
 void kvx_tcp_conn_parse(tcp_conn *conn); /* go on with what is buffered */
 void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max);
+bool kvx_tcp_conn_may_write(tcp_conn *conn); /* may the payload that arrives still be written? */
+/* The next bytes of the payload have arrived, past the parser's buffer; they were written if they may be. */
+void kvx_tcp_conn_payload(tcp_conn *conn, uint64_t bytes);
+void kvx_tcp_conn_sealed(tcp_conn *conn); /* the other side has shown that it has our keys */
 /* On its thread: ends it if the owner thread asked for that. */
 bool kvx_tcp_conn_ended(tcp_conn *conn);
 void kvx_tcp_inbox(tcp_conn *conn);
@@ -352,6 +361,7 @@ void kvx_tcp_inbox(tcp_conn *conn);
 typedef enum tcp_flush { TCP_FLUSH_IDLE, TCP_FLUSH_BLOCKED, TCP_FLUSH_BROKEN } tcp_flush;
 /* Send from the queue until it is empty, the socket is full or the turn is over. tx_lock is held. */
 tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max);
+ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message, int flags);
 void kvx_tcp_pump(tcp_conn *conn); /* on the connection's thread: flush and arm */
 /* Start a frame: head is encoded in tx->head; seals it. payload: spans + length, or NULL. */
 void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, const kvx_spans *payload);
@@ -364,6 +374,22 @@ void kvx_tcp_send_bye(tcp_conn *conn);                                   /* when
 void kvx_tcp_lend_begin(tcp_conn *conn);   /* a frame was started: will its payload be lent? */
 ssize_t kvx_tcp_lend_some(tcp_conn *conn); /* of a payload that is; as sendmsg */
 void kvx_tcp_pipe_free(tcp_pipe *lane);
+
+/* tcp_seal.c: for connections with a seal only */
+bool kvx_tcp_seal_make(tcp_conn *conn); /* of a new connection: its hello gets a share */
+void kvx_tcp_seal_free(tcp_conn *conn);
+bool kvx_tcp_seal_open(const tcp_conn *conn); /* are there keys? */
+bool kvx_tcp_seal_agree(tcp_conn *conn);      /* both hellos are known: keys, and nonces for the authenticators */
+/* What of ours is in clear (NULL: said already), and the record that shows our keys; all of it now, or false. */
+bool kvx_tcp_seal_hello(tcp_conn *conn, const uint8_t *hello, uint32_t length);
+/* In place of kvx_tcp_send_message, of the current frame; moves the vectors on. */
+ssize_t kvx_tcp_seal_send(tcp_conn *conn, struct msghdr *message);
+tcp_flush kvx_tcp_seal_flush(tcp_conn *conn); /* what is sealed and not sent yet */
+void kvx_tcp_seal_last(tcp_conn *conn, void *bytes, uint32_t length);
+/* In place of receiving; kvx_tcp_seal_more then hands on a piece of it. False: it needs more, or the connection ended.
+ */
+ssize_t kvx_tcp_seal_receive(tcp_conn *conn, bool *full_p);
+bool kvx_tcp_seal_more(tcp_conn *conn);
 
 /* tcp_serve.c: the acceptor */
 void kvx_tcp_serve_frame(tcp_conn *conn);

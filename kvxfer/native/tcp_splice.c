@@ -65,7 +65,7 @@ void kvx_tcp_lend_begin(tcp_conn *conn) {
     const tcp_request *request = conn->sending;
     tcp_tx *tx = &conn->tx;
     if (conn->role != KVX_STREAM_DIALLER || !tx->bulk || request == NULL || request->staged != NULL || tx->corrupt ||
-        tx->payload_length < LEND_BYTES_MIN || conn->lane.refused ||
+        tx->payload_length < LEND_BYTES_MIN || conn->lane.refused || conn->seal != NULL ||
         (conn->tcp->config->flags & KVX_ENGINE_NO_LEND) != 0) {
         return;
     }

@@ -65,6 +65,8 @@ typedef struct kvx_peer {
     uint64_t id;
     uint64_t token; /* of the pending connect */
     char endpoint[KVX_ENDPOINT_MAX];
+    bool encrypted; /* the application gave the secret of the peer's engine */
+    uint8_t secret[KVX_SECRET_BYTES];
     uint8_t engine_id[KVX_ID_BYTES]; /* who answered, by its own word; set before connect_done, zeros when not known */
     void *transport_data;
 } kvx_peer;

@@ -131,9 +131,7 @@ static int hixl_progress(void *transport, uint32_t thread, int timeout_ms) {
 static void free_all(hixl_transport *hixl) {
     kvx_hixl_devices_close(hixl);
     bury(hixl);
-    if (hixl->listen_fd >= 0) {
-        close(hixl->listen_fd);
-    }
+    kvx_hixl_listen_end(hixl);
     if (hixl->epoll_fd >= 0) {
         close(hixl->epoll_fd);
     }

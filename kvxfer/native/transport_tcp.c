@@ -6,6 +6,7 @@
  * for who owns what. */
 #define _GNU_SOURCE
 #include "tcp.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -197,7 +198,7 @@ static void accept_turn(tcp_transport *tcp) {
             wake_all(tcp); /* deadlines are shorter now */
             return;
         }
-        int fd = accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }
@@ -395,6 +396,16 @@ static uint32_t within(uint32_t value, uint32_t least, uint32_t most) {
     return value < least ? least : value > most ? most : value;
 }
 
+static int encryption_open(tcp_transport *tcp, char *why, size_t why_size) {
+    char reason[512];
+    kvx_random(tcp->secret, sizeof tcp->secret);
+    int status = kvx_encryption_probe(reason, sizeof reason);
+    if (status != KVX_OK) {
+        snprintf(why, why_size, "tcp_encryption is on, but %.400s", reason);
+    }
+    return status;
+}
+
 static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
                     size_t why_size) {
     tcp_transport *tcp = calloc(1, sizeof *tcp);
@@ -411,6 +422,7 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
                                                                   : (uint32_t)config->frame_bytes;
     tcp->streams = within(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
     tcp->threads = within(config->tcp_threads, 1, TCP_THREADS_MAX);
+    tcp->encrypted = config->flags & KVX_ENGINE_ENCRYPT;
     tcp->listen_fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
     pthread_mutex_init(&tcp->lock, NULL);
@@ -419,7 +431,8 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
         pthread_mutex_init(&tcp->thread[i].lock, NULL);
     }
     kvx_core_threads_set(core, slot, tcp->threads);
-    int status = kvx_tcp_listen(tcp, why, why_size);
+    int status = tcp->encrypted ? encryption_open(tcp, why, why_size) : KVX_OK;
+    status = status == KVX_OK ? kvx_tcp_listen(tcp, why, why_size) : status;
     tcp->owner_set = kvx_core_owner_set(core, slot, kvx_tcp_owner_turn, tcp);
     if (status == KVX_OK && tcp->owner_set < 0) {
         status = KVX_E_FDS;
@@ -489,6 +502,10 @@ static void tcp_query(void *transport, kvx_transport_info *info_p) {
     snprintf(info_p->name, sizeof info_p->name, "tcp");
     snprintf(info_p->endpoint, sizeof info_p->endpoint, "%s", tcp->endpoint);
     info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK;
+    if (tcp->encrypted) {
+        info_p->caps |= KVX_CAP_ENCRYPTED;
+        memcpy(info_p->secret, tcp->secret, sizeof info_p->secret);
+    }
     info_p->alignment = 1;
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 200; /* into the kernel and out of it */

@@ -1,15 +1,19 @@
 """What this node proves itself with: secrets and certificate, read from their files again whenever those change.
 
-The idea: whoever dials or accepts asks for the current ones, so a change concerns new connections and no old one. A new
-file that cannot be used changes nothing: what was read before stays in force, the log says why, and a metric counts it.
+The idea: whoever dials or accepts asks for the current ones, and `accepts` says of an open connection whether what it
+was proved with is still good. A new file that cannot be used changes nothing: what was read before stays in force, the
+log says why, and a metric counts it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -40,6 +44,8 @@ class Credentials:
         self._seen = {what: signature(paths) for what, paths in self._files.items()}
         self.secrets: tuple[bytes, ...] = config.read_secrets()
         self._contexts = self._read_contexts()
+        self._authorities = _content(config.tls_ca)
+        self.authorities = 0  # grows whenever the file of authorities has another content
         self.failures = {TLS: 0, SECRET: 0}
         self.reloads = {TLS: 0, SECRET: 0}
 
@@ -72,7 +78,7 @@ class Credentials:
 
     def channel(self, side: Side) -> Channel | None:
         """TLS for one more connection; None without a certificate."""
-        return None if self._contexts is None else Channel(self._contexts.of(side), side)
+        return None if self._contexts is None else Channel(self._contexts.of(side), side, self.authorities)
 
     def poll(self) -> None:
         """Read again what has changed since the last look."""
@@ -93,6 +99,7 @@ class Credentials:
         try:
             if what == TLS:
                 self._contexts = self._read_contexts(self.node_id)
+                self._count_authorities()
             else:
                 self.secrets = self._config.read_secrets()
         except ConfigError as refused:
@@ -105,6 +112,22 @@ class Credentials:
         else:
             log.info("the shared secret was read again; %d are accepted", len(self.secrets))
 
+    def accepts(self, proved_with: bytes, authorities: int | None) -> bool:
+        """Whether a connection that was proved so would be made again now, as far as that can be told.
+
+        Who signed a certificate is known during a handshake only, so after a change of authorities none counts.
+        """
+        if authorities is not None and authorities != self.authorities:
+            return False
+        known = [secret for secret in self.secrets if hmac.compare_digest(secret, proved_with)]
+        return bool(known) if self.secrets else True
+
+    def _count_authorities(self) -> None:
+        content = _content(self._config.tls_ca)
+        if content != self._authorities:
+            self._authorities = content
+            self.authorities += 1
+
     def _read_contexts(self, node_id: str = "") -> Contexts | None:
         config = self._config
         if not config.tls_cert:
@@ -114,6 +137,14 @@ class Credentials:
             why = "the new certificate is for another node than this one"
             raise ConfigError(why, key="tls_cert", running=node_id, certificate=contexts.own.node_id)
         return contexts
+
+
+def _content(path: str) -> bytes:
+    """What tells whether a file says the same as before. One that has just gone says something else."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).digest() if path else b""
+    except OSError:
+        return b""
 
 
 def signature(paths: tuple[str, ...]) -> Signature:

@@ -23,7 +23,7 @@ from kvxfer.errors import (
     TransferTimeout,
     UnknownRegion,
     UsageError,
-    from_code,
+    ended_by_other,
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
@@ -223,13 +223,13 @@ class Landing:
             # The commit came before this message, if there was one.
             self._fail(ProtocolError("the push says that it is done, but it has not committed"))
         elif event.what == "settled":
-            self._fail(from_code(event.code or "cancelled", event.detail or "the peer ended the push", by="peer"))
+            self._fail(ended_by_other(event.code, event.detail or "the peer ended the push"))
         elif event.what == "lost":
             self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
         elif event.what == "expired":
             self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
         elif event.what == "withdrawn":
-            self._fail(from_code(event.code or "cancelled", event.detail or "the daemon withdrew the offer"))
+            self._fail(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
         elif event.what == "orphaned" and not any(
             self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
         ):

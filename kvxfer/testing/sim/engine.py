@@ -69,7 +69,7 @@ class SimEngine(Owner):
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
-    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
+    def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
         if self.closed:
             raise error_for(Status.CLOSED)
         peer = next(self._numbers)
