@@ -67,6 +67,7 @@ LAYERS = (
             *(
                 "dataplane.choice",
                 "dataplane.idle",
+                "dataplane.mapped",
                 "dataplane.offered",
                 "dataplane.plane",
                 "dataplane.reach",
@@ -80,8 +81,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
-                *("pool", "server", "settling"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("leftovers", "metrics", "pool", "server", "settling"),
             )
         ),
     ),

@@ -315,8 +315,25 @@ class Config:
     mailboxes_bytes_max: int = _size(64 * MIB, 4 * KIB, 16 * GIB, "Bytes that all channels hold together.")
     mail_bytes_max: int = _size(1 * MIB, 1, 16 * MIB, "Largest message.")
     mail_ttl_s: float = _seconds(30, 0.1, 3600, "How long an undelivered message is held.")
-    landing_bytes_max: int = _size(256 * MIB, 0, 1 << 42, "Capacity of the landing pool; 0: none.")
-    landing_prewarm_bytes: int = _size(0, 0, 1 << 42, "Landing memory that is allocated and touched at the start.")
+    landing_memory: str = _text(
+        "dram",
+        "Where landings lie: in host memory, or on the least loaded of some accelerators.",
+        choices=("dram", "hbm"),
+    )
+    landing_devices: tuple[str, ...] = _option(
+        "list",
+        (),
+        'With landing_memory = "hbm": the accelerators that take landings; empty: all.',
+        empty=True,
+        pattern=r"[0-9]{1,3}",
+        expects="a list of numbers of accelerators",
+    )
+    landing_bytes_max: int = _size(
+        256 * MIB, 0, 1 << 42, "Capacity of the landing pool, on accelerators of each one's part; 0: none."
+    )
+    landing_prewarm_bytes: int = _size(
+        0, 0, 1 << 42, "Landing memory, of each part, that is allocated and touched at the start."
+    )
     # -- times --
     lease_s: float = _seconds(60, 0.1, 86400, "Life of an offer or ticket that names none.")
     lease_s_max: float = _seconds(3600, 1, 604800, "Longest life of an offer or ticket.")

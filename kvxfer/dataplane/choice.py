@@ -77,7 +77,11 @@ def in_order(infos: Iterable[TransportInfo], need: Need) -> list[TransportInfo]:
 
     def place(info: TransportInfo) -> tuple[bool, float, int]:
         detour = host_memory and not info.moves(MemoryKind.DRAM)
-        return (need.mapped and not info.can_map, max(info.rank, near + 0.5) if detour else info.rank, info.rank)
+        return (
+            need.mapped and not info.maps(need.remote),
+            max(info.rank, near + 0.5) if detour else info.rank,
+            info.rank,
+        )
 
     return sorted(known, key=place)
 

@@ -34,7 +34,6 @@ from kvxfer.errors import (
     Revoked,
     StaleDescriptor,
     TransferCancelled,
-    TransportError,
     UnknownRegion,
     UnknownTransfer,
     UsageError,
@@ -513,24 +512,20 @@ class DataPlane:
 
     # -- looking at a peer's memory in place ------------------------------------------------------------------
 
-    async def map(self, descriptor: RemoteDescriptor) -> tuple[memoryview, Import]:
-        """The remote memory itself, mapped (no copy), and what to `unmap`; needs a transport of this host that can
-        map.
-        """
-        if descriptor.kind != "dram":
-            raise TransportError("memory of an accelerator cannot be mapped", peer=descriptor.node_id, hint="use get")
+    async def resolve_mapped(self, descriptor: RemoteDescriptor) -> Import:
+        """The import of memory that is to be looked at (`mapped.py`); stays until `unmap`."""
         found = await self._resolve(descriptor, None, mapped=True)
-        view = self.engine.mapping(found.handle)
-        if view is None:
-            self._reach.forget(descriptor)
-            raise TransportError(
-                "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
-            )
-        found.users += 1  # stays until `unmap`
-        return view, found
+        found.users += 1
+        return found
+
+    def hold_mapped(self, found: Import) -> None:
+        """It is a device's: nothing but `unmap` ends what is mapped."""
+        self._reach.hold(found)
 
     def unmap(self, found: Import) -> None:
-        """End of a `map`: nobody may look at the view any more."""
+        """Nobody may look at it any more."""
+        if found.held and not self._closed:
+            self._reach.let_go(found)
         found.unwanted = True
         self._unuse(found)
 

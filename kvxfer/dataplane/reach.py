@@ -77,6 +77,7 @@ class Route:
     peer: int
     imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
+    held: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
     used: int = 0  # see `idle.py`
     importing: int = 0
     fresh: bool = True  # made for an import that has yet to begin
@@ -94,6 +95,7 @@ class Import:
     length: int
     users: int = 0
     unwanted: bool = False
+    held: bool = False
     needs: set[NeedKey] = field(default_factory=set, repr=False)
 
 
@@ -237,7 +239,7 @@ class Reach:
                 continue
             for endpoint in descriptor.endpoints[info.name]:
                 try:
-                    found = await self._shared_import((key, info.index), info, endpoint, descriptor)
+                    found = await self._shared_import((key, info.index), info, endpoint, descriptor, need.mapped)
                 except (PeerError, ProtocolError, TransportError) as error:
                     kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
                     passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
@@ -283,7 +285,7 @@ class Reach:
         return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
 
     async def _shared_import(
-        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Over each transport a grant is imported once, whatever it is needed for."""
         known = self._imports.get(way)
@@ -293,7 +295,8 @@ class Reach:
         pending = self._importing.get(way)
         if pending is None:
             pending = self._tasks.run(
-                self._by_route(way, info, endpoint, descriptor), f"import grant {descriptor.grant} by {info.name}"
+                self._by_route(way, info, endpoint, descriptor, mapped),
+                f"import grant {descriptor.grant} by {info.name}",
             )
             self._importing[way] = pending
             pending.add_done_callback(lambda done: _forget_task(self._importing, way, done))
@@ -307,7 +310,9 @@ class Reach:
             self._unfit.popitem(last=False)
         self.drop(found)
 
-    async def _by_route(self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor) -> Import:
+    async def _by_route(
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
+    ) -> Import:
         """Connect (if need be) and import; at the limit of descriptors or peers, idle connections are given up for it,
         one at a time.
         """
@@ -316,7 +321,7 @@ class Reach:
             again = await self.idle.make_room()
         while True:
             try:
-                return await self._by_some_route(key, info, endpoint, descriptor)
+                return await self._by_some_route(key, info, endpoint, descriptor, mapped)
             except ResourceExhausted:
                 if not await self.idle.make_room(again=again):
                     raise
@@ -338,18 +343,18 @@ class Reach:
         return self.engine.close_peer(route.peer)
 
     async def _by_some_route(
-        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead."""
         place = _place(descriptor, info, endpoint)
         old = self._routes.get(place)
         if old is not None:
             try:
-                return await self._import(key, old, descriptor)
+                return await self._import(key, old, descriptor, mapped)
             except PeerLost:
                 if not old.down:
                     self.peer_down(old.peer)
-        return await self._import(key, await self._route(place, info), descriptor)
+        return await self._import(key, await self._route(place, info), descriptor, mapped)
 
     def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
         """One line in the log for each engine, pair of memories and transport; the rest is counted."""
@@ -416,16 +421,16 @@ class Reach:
         self.idle.begun(route)
         return route
 
-    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         route.importing += 1
         route.fresh = False
         try:
-            return await self._import_once(key, route, descriptor)
+            return await self._import_once(key, route, descriptor, mapped)
         finally:
             route.importing -= 1
             self.idle.freed()
 
-    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         self.idle.use(route)
         try:
             handle, completion = self.engine.import_(
@@ -435,6 +440,7 @@ class Reach:
                 length=descriptor.length,
                 access=descriptor.access,
                 key=descriptor.key,
+                mapped=mapped and descriptor.kind == "hbm",
             )
         except UnknownRegion as gone:
             raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
@@ -457,7 +463,22 @@ class Reach:
             for need_key in found.needs:
                 self._chosen.pop(need_key, None)
             found.route.imports.discard(found.key)
+            if not found.held:
+                self.engine.release_import(found.handle)
+
+    def hold(self, found: Import) -> None:
+        """Kernels of the application use this memory where it is: only `let_go` ends that, whatever happens."""
+        found.held = True
+        found.route.held += 1
+
+    def let_go(self, found: Import) -> None:
+        """See `hold`."""
+        found.held = False
+        found.route.held -= 1
+        if not self.is_live(found):
             self.engine.release_import(found.handle)
+        if found.route.down and not found.route.held:
+            self.engine.close_peer(found.route.peer)
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
@@ -497,7 +518,8 @@ class Reach:
             found = self._imports.get(key)
             if found is not None:
                 self.drop(found)
-        self.engine.close_peer(peer)
+        if not route.held:
+            self.engine.close_peer(peer)
 
 
 def stale(error: KvxferError) -> KvxferError:

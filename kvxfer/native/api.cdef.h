@@ -44,11 +44,15 @@
 #define KVX_CAP_GET       2
 #define KVX_CAP_NOTIFY    4
 #define KVX_CAP_INLINE    8   /* small operations complete inside kvx_submit */
-#define KVX_CAP_MAP       16  /* an import can be mapped: adopt without a copy */
+#define KVX_CAP_MAP       16  /* an import of host memory can be mapped: adopt without a copy */
 #define KVX_CAP_SAME_HOST 32  /* reaches this host only */
 #define KVX_CAP_CHECK     64  /* KVX_OP_CHECK works */
 #define KVX_CAP_OWN       128 /* reaches its own engine only */
 #define KVX_CAP_ENCRYPTED 256 /* what it sends to other hosts is encrypted; connecting takes the owner's secret */
+#define KVX_CAP_MAP_HBM   512 /* the same as KVX_CAP_MAP for memory of a device, for those with KVX_REMOTE_MAP */
+
+/* kvx_remote.flags */
+#define KVX_REMOTE_MAP 1 /* the import fails when memory of a device cannot be mapped for this process's kernels */
 
 /* what became of a transport when one was chosen for a grant: kvx_choice_count */
 #define KVX_CHOICE_TAKEN       0
@@ -199,6 +203,7 @@ typedef struct kvx_remote {
     uint64_t generation;
     uint64_t length;
     uint32_t access;
+    uint32_t flags;
     uint8_t key[16];
 } kvx_remote;
 
@@ -207,6 +212,7 @@ typedef struct kvx_import_info {
     uint64_t address; /* of the mapping, 0 when the transport does not map */
     uint64_t length;
     uint32_t access;
+    int32_t device; /* whose address that is; -1: the CPU's */
 } kvx_import_info;
 
 typedef struct kvx_segment {

@@ -76,6 +76,7 @@ class Caps:
     """Bits of `TransportInfo.caps`."""
 
     PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN, ENCRYPTED = 1, 2, 4, 8, 16, 32, 64, 128, 256
+    MAP_HBM = 512
 
 
 class ChoiceKind(IntEnum):
@@ -235,8 +236,12 @@ class TransportInfo:
 
     @property
     def can_map(self) -> bool:
-        """An import can be mapped: read in place, without a copy."""
-        return bool(self.caps & Caps.MAP)
+        """An import of host memory can be mapped."""
+        return self.maps(MemoryKind.DRAM)
+
+    def maps(self, kind: MemoryKind) -> bool:
+        """An import of this kind of memory can be mapped: read in place, without a copy."""
+        return bool(self.caps & (Caps.MAP_HBM if kind is MemoryKind.HBM else Caps.MAP))
 
     @property
     def same_host(self) -> bool:

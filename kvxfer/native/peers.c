@@ -223,7 +223,8 @@ void kvx_peer_closed(kvx_peer *peer) {
 
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p) {
     kvx_core *core = &engine->core;
-    if (remote == NULL || remote->access == 0 || (remote->access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0) {
+    if (remote == NULL || remote->access == 0 || (remote->access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0 ||
+        (remote->flags & ~(uint32_t)KVX_REMOTE_MAP) != 0) {
         return KVX_E_INVALID;
     }
     if (remote->length == 0) {
@@ -255,6 +256,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
         token = box->import.token = core->next_id++;
         box->import.peer = &owner->peer;
         box->import.remote = *remote;
+        box->import.device = -1;
         box->next = owner->imports;
         if (box->next != NULL) {
             box->next->previous = box;
@@ -319,7 +321,8 @@ int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_
         *info_p = (kvx_import_info){.id = import,
                                     .address = (uint64_t)(uintptr_t)box->import.mapping,
                                     .length = box->import.remote.length,
-                                    .access = box->import.remote.access};
+                                    .access = box->import.remote.access,
+                                    .device = box->import.device};
     }
     kvx_unlock(core);
     return status;
@@ -330,7 +333,7 @@ int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed) {
     kvx_lock(core);
     import_box *box = kvx_table_get(&core->imports, import);
     int status = box == NULL || box->state != IMPORT_READY ? KVX_E_NO_IMPORT : KVX_OK;
-    if (status == KVX_OK && box->import.mapping == NULL) {
+    if (status == KVX_OK && (box->import.mapping == NULL || box->import.device >= 0)) { /* nothing for the CPU */
         status = KVX_E_UNSUPPORTED;
     }
     if (status == KVX_OK) {

@@ -59,17 +59,6 @@ void __tsan_read_range(void *address, long length);
 #define TCP_ORDER_ACQUIRE() (void)0
 #endif
 
-/* A grant that is being taken back: every thread ends its accesses, the last one reports. */
-typedef struct tcp_revoke {
-    kvx_grant *grant;
-    _Atomic uint32_t threads_left;
-} tcp_revoke;
-
-typedef struct tcp_revoke_node {
-    struct tcp_revoke_node *next;
-    tcp_revoke *revoke;
-} tcp_revoke_node;
-
 typedef struct tcp_thread {
     tcp_transport *tcp;
     uint32_t index;
@@ -81,11 +70,11 @@ typedef struct tcp_thread {
     tcp_conn *conns;
     tcp_conn *graveyard; /* freed after the current batch of events */
     pthread_mutex_t lock;
-    bool kicked;     /* kick_fd is written and not yet read */
-    tcp_conn *inbox; /* new connections */
-    tcp_conn *kicks; /* connections that may have something to send */
-    tcp_peer *todo;  /* peers whose state has to be looked at; this thread is their home */
-    tcp_revoke_node *revokes;
+    bool kicked;        /* kick_fd is written and not yet read */
+    tcp_conn *inbox;    /* new connections */
+    tcp_conn *kicks;    /* connections that may have something to send */
+    tcp_peer *todo;     /* peers whose state has to be looked at; this thread is their home */
+    kvx_grant *revoked; /* the next one that this thread has to look at; tcp->revoke_lock */
 } tcp_thread;
 
 struct tcp_transport {
@@ -99,6 +88,10 @@ struct tcp_transport {
     bool encrypted;                   /* every connection is sealed */
     uint8_t secret[KVX_SECRET_BYTES]; /* that diallers to us must know */
     tcp_thread thread[TCP_THREADS_MAX];
+    /* Grants that are being taken back, oldest first: every thread ends its accesses, in this order, and the last one
+     * reports. So it is always the first that is over. */
+    pthread_mutex_t revoke_lock;
+    kvx_grant *revoke_first, *revoke_last;
     int listen_fd;
     _Atomic bool accept_paused;
     uint64_t accept_retry_ms; /* 0 = no need to try again */
