@@ -74,7 +74,7 @@ LAYERS = (
             f"node.{name}"
             for name in (
                 *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
-                *("pool", "server", "settling"),
+                *("pool", "reports", "server", "settling"),
             )
         ),
     ),
