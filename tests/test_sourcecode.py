@@ -64,7 +64,15 @@ LAYERS = (
         name="memory and transfers",
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            *(
+                "dataplane.choice",
+                "dataplane.idle",
+                "dataplane.mapped",
+                "dataplane.offered",
+                "dataplane.plane",
+                "dataplane.reach",
+                "dataplane.stall",
+            ),
             "dataplane.transfer",
         ),
     ),
@@ -73,8 +81,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
-                *("pool", "reports", "server", "settling"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
     ),

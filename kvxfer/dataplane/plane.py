@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.addresses import format_address, parse_address
 from kvxfer.config import Config
 from kvxfer.dataplane.admission import Admission, Permit
 from kvxfer.dataplane.choice import Choice
 from kvxfer.dataplane.early import EarlyNotices, Unexpected
+from kvxfer.dataplane.offered import endpoints_of, secrets_of
 from kvxfer.dataplane.reach import Import, Reach, stale
 from kvxfer.dataplane.stall import StallWatch
 from kvxfer.dataplane.transfer import Transfer
@@ -34,7 +34,6 @@ from kvxfer.errors import (
     Revoked,
     StaleDescriptor,
     TransferCancelled,
-    TransportError,
     UnknownRegion,
     UnknownTransfer,
     UsageError,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from kvxfer.memory.region import Region
 
 Segments = npt.NDArray[np.uint64]
-WILDCARDS = ("0.0.0.0", "::")
 DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
 RESOLVES_MAX = 3
 SMALL_BYTES_MAX = 32 << 10
@@ -104,7 +102,8 @@ class DataPlane:
         self.incarnation = incarnation
         self._tasks = TaskOwner("data plane")
         self._reach = Reach(engine, self._tasks, allowed, config=config)
-        self._endpoints = _advertised(engine.transports, advertise)
+        self._endpoints = endpoints_of(engine.transports, advertise)
+        self._secrets = secrets_of(engine.transports)
         self._admission = Admission(config)
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
@@ -166,6 +165,7 @@ class DataPlane:
                 pinned=region.kind is MemoryKind.PINNED,
                 expires_in_s=expires_in_s,
                 endpoints=self._endpoints,
+                secrets=self._secrets,
             )
         except BaseException:
             self.engine.revoke(grant.id)
@@ -174,7 +174,7 @@ class DataPlane:
     def identify(self, *, node_id: str, incarnation: str, advertise: Sequence[str]) -> None:
         """The node's daemon has another identity now: descriptors made from now on carry it."""
         self.node_id, self.incarnation = node_id, incarnation
-        self._endpoints = _advertised(self.engine.transports, advertise)
+        self._endpoints = endpoints_of(self.engine.transports, advertise)
 
     def hold(self, region: Region) -> None:
         """A region exists; it is kept until its release is quiet."""
@@ -513,24 +513,20 @@ class DataPlane:
 
     # -- looking at a peer's memory in place ------------------------------------------------------------------
 
-    async def map(self, descriptor: RemoteDescriptor) -> tuple[memoryview, Import]:
-        """The remote memory itself, mapped (no copy), and what to `unmap`; needs a transport of this host that can
-        map.
-        """
-        if descriptor.kind != "dram":
-            raise TransportError("memory of an accelerator cannot be mapped", peer=descriptor.node_id, hint="use get")
+    async def resolve_mapped(self, descriptor: RemoteDescriptor) -> Import:
+        """The import of memory that is to be looked at (`mapped.py`); stays until `unmap`."""
         found = await self._resolve(descriptor, None, mapped=True)
-        view = self.engine.mapping(found.handle)
-        if view is None:
-            self._reach.forget(descriptor)
-            raise TransportError(
-                "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
-            )
-        found.users += 1  # stays until `unmap`
-        return view, found
+        found.users += 1
+        return found
+
+    def hold_mapped(self, found: Import) -> None:
+        """It is a device's: nothing but `unmap` ends what is mapped."""
+        self._reach.hold(found)
 
     def unmap(self, found: Import) -> None:
-        """End of a `map`: nobody may look at the view any more."""
+        """Nobody may look at it any more."""
+        if found.held and not self._closed:
+            self._reach.let_go(found)
         found.unwanted = True
         self._unuse(found)
 
@@ -580,19 +576,3 @@ class DataPlane:
             region.plane_closed()
         self._regions.clear()
         self._kinds.clear()
-
-
-def _advertised(transports: Sequence[TransportInfo], advertise: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """What peers are told: each listening transport's endpoint, wildcards replaced by the advertised hosts."""
-    endpoints: dict[str, tuple[str, ...]] = {}
-    for info in transports:
-        if not info.endpoint:
-            continue
-        candidates: tuple[str, ...] = (info.endpoint,)
-        if not info.same_host:
-            bound = parse_address(info.endpoint)
-            hosts = tuple(advertise) if bound.host in WILDCARDS or advertise else (bound.host,)
-            candidates = tuple(format_address(host, bound.port) for host in hosts)
-        if candidates:
-            endpoints[info.name] = candidates
-    return endpoints

@@ -462,6 +462,7 @@ class Server:
             "protocol": VERSIONS[1],
             "addresses": list(self.addresses),
             "data_advertise": list(self.data_hosts),
+            "tcp_encryption": self.config.tcp_encryption,
             "engine_id": self.engine.engine_id.hex(),
             "transports": [info.name for info in self.engine.transports],
             "unavailable": dict(self.engine.unavailable),
