@@ -320,6 +320,13 @@ class AuthenticationError(PeerError):
     retryable_default = False
 
 
+class EncryptionMismatch(PeerError):
+    """One side encrypts its data path (`tcp_encryption`) and the other does not: nothing goes in clear instead."""
+
+    code = "encryption_mismatch"
+    retryable_default = False
+
+
 class NotAllowed(PeerError):
     """The other side proved who it is, and that node or namespace may not connect here."""
 

@@ -64,7 +64,10 @@ LAYERS = (
         name="memory and transfers",
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            *(
+                f"dataplane.{name}"
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
+            ),
             "dataplane.transfer",
         ),
     ),
@@ -73,8 +76,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
-                *("pool", "server", "settling"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
     ),

@@ -320,6 +320,7 @@ int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
         kvx_frame frame = {.type = KVX_FRAME_ATTACH,
                            .op = import->handle,
                            .segments = 1,
+                           .segment = hixl->pid,
                            .grant = kvx->remote.grant,
                            .generation = kvx->remote.generation,
                            .tag = kvx->remote.access,
@@ -341,7 +342,7 @@ static void send_about(hixl_import *import, uint8_t type) {
 
 /* With the lock held: was it asked for, and does nothing of ours use it any more? */
 static void give_back(hixl_import *import) {
-    if (import->asked_back && import->users == 0 && import->attached) {
+    if (import->asked_back && import->users == 0 && import->view == HIXL_UNSEEN && import->attached) {
         send_about(import, KVX_FRAME_QUIET);
     }
 }
@@ -369,7 +370,11 @@ static bool on_location(hixl_conn *conn) {
         if (!sound) {
             send_about(import, KVX_FRAME_DETACH);
         }
-        kvx_import_done(import->import, sound ? KVX_OK : KVX_E_VERSION, 0);
+        if (sound && import->import->remote.flags & KVX_REMOTE_MAP) {
+            kvx_hixl_view_begin(import);
+        } else {
+            kvx_import_done(import->import, sound ? KVX_OK : KVX_E_VERSION, 0);
+        }
     }
     pthread_mutex_unlock(&hixl->lock);
     return good || import == NULL;
@@ -397,10 +402,8 @@ static bool on_revoke(hixl_conn *conn) {
     return good;
 }
 
-static int import_close(hixl_peer *peer, hixl_import *import) {
-    hixl_transport *hixl = peer->hixl;
-    pthread_mutex_lock(&hixl->lock);
-    KVX_ASSERT(import->users == 0);
+void kvx_hixl_import_end(hixl_import *import) {
+    hixl_peer *peer = import->peer;
     if (import->attached) {
         send_about(import, KVX_FRAME_DETACH);
     }
@@ -413,8 +416,21 @@ static int import_close(hixl_peer *peer, hixl_import *import) {
     if (import->next != NULL) {
         import->next->previous = import->previous;
     }
-    pthread_mutex_unlock(&hixl->lock);
     free(import);
+}
+
+static int import_close(hixl_peer *peer, hixl_import *import) {
+    hixl_transport *hixl = peer->hixl;
+    pthread_mutex_lock(&hixl->lock);
+    KVX_ASSERT(import->users == 0 && import->view != HIXL_TO_MAP);
+    import->import = NULL;
+    kvx_table_remove(&peer->by_handle, import->handle);
+    if (import->view == HIXL_UNSEEN) {
+        kvx_hixl_import_end(import);
+    } else {
+        kvx_hixl_view_end(import); /* and then the same */
+    }
+    pthread_mutex_unlock(&hixl->lock);
     return KVX_OK;
 }
 
@@ -428,6 +444,12 @@ int kvx_hixl_peer_close(void *transport, kvx_peer *kvx, kvx_import *import) {
     }
     pthread_mutex_lock(&hixl->lock);
     peer->closing = true;
+    for (hixl_import *seen = peer->imports; seen != NULL; seen = seen->next) {
+        if (seen->view == HIXL_SEEN) {
+            seen->import = NULL;
+            kvx_hixl_view_end(seen);
+        }
+    }
     kvx_hixl_todo(peer);
     kvx_hixl_devices_wake(hixl);
     pthread_mutex_unlock(&hixl->lock);

@@ -599,6 +599,7 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     if (woken) {
         inbox_take(device);
         kvx_hixl_calls_returned(device, now_ms);
+        kvx_hixl_views_turn(device);
         retire(device, now_ms);
     }
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
@@ -676,4 +677,5 @@ void kvx_hixl_xfers_close(hixl_device *device) {
     while (device->links != NULL) {
         kvx_hixl_link_free(device->links);
     }
+    kvx_hixl_views_close(device);
 }

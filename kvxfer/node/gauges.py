@@ -38,11 +38,14 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         name="kvxfer_start_time_seconds", help="When this incarnation began, Unix time.", value=server.started_at
     )
     yield Sample(name="kvxfer_ready", help="1 while this daemon accepts work.", value=server.ready)
+    text = "1 when what tcp moves is encrypted (tcp_encryption)."
+    yield Sample(name="kvxfer_tcp_encryption", help=text, value=server.config.encrypts)
     counts = server.registry.counts()
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
     yield ignore_fingerprint(server.config)
+    yield from _reports(server)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)
@@ -60,6 +63,18 @@ def ignore_fingerprint(config: Config) -> Sample:
     """The override of the operator, visible wherever it is set."""
     text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
     return Sample(name="kvxfer_ignore_fingerprint", help=text, value=config.ignore_fingerprint)
+
+
+def _reports(server: Server) -> Iterator[Sample]:
+    reports = server.dispatcher.reports
+    text = "Workers that move caches of different models (ignore_fingerprint in their configuration)."
+    yield Sample(name="kvxfer_workers_ignore_fingerprint", help=text, value=reports.ignoring_fingerprints)
+    text = "Workers that cannot work; /readyz says why."
+    yield Sample(name="kvxfer_workers_unready", help=text, value=len(reports.unready))
+    for kind, reason, value in reports.unexpected():
+        text = "Notices on the data path that fitted nothing, of all workers; harmless."
+        labels = {"type": kind, "reason": reason}
+        yield Sample(name="kvxfer_unexpected_notifications", help=text, value=value, labels=labels, counter=True)
 
 
 def _links(server: Server) -> Iterator[Sample]:
@@ -157,11 +172,17 @@ def _landings(server: Server) -> Iterator[Sample]:
     for name, text, value in (
         ("landings", "Landings that are written, wait for adoption or are adopted.", pool.live),
         ("landings_quarantined", "Landings that have ended, and that a peer may still reach.", pool.quarantined),
-        ("landing_used_bytes", "Bytes of the landing pool in use, quarantined ones included.", pool.used_bytes),
-        ("landing_kept_bytes", "Bytes of the landing pool that are allocated and free.", pool.kept_bytes),
-        ("landing_bytes_max", "Capacity of the landing pool.", server.config.landing_bytes_max),
     ):
         yield Sample(name=f"kvxfer_{name}", help=text, value=value)
+    for part in pool.parts:
+        on_host = part.device is None
+        labels = {"memory": "dram" if on_host else "hbm", "device": "" if on_host else str(part.device)}
+        for name, text, value in (
+            ("landing_used_bytes", "Bytes of the landing pool in use, quarantined ones included.", part.used_bytes),
+            ("landing_kept_bytes", "Bytes of the landing pool that are allocated and free.", part.kept_bytes),
+            ("landing_bytes_max", "Capacity of the landing pool.", part.bytes_max),
+        ):
+            yield Sample(name=f"kvxfer_{name}", help=text, value=value, labels=labels)
     for name, text, value in (
         ("landings_committed", "Landings that were written to their end.", pool.landed),
         ("landings_refused", "Landings that were refused because the pool was full.", pool.refused),

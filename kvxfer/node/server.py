@@ -311,7 +311,7 @@ class Server:
         return {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
 
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
-        descriptor = self.plane.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
+        descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
         _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
         self.dispatcher.run(rest)
@@ -443,6 +443,8 @@ class Server:
             if unreached:
                 return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
             self.waits_for_peers = False
+        if self.ready and (unready := self.dispatcher.reports.unready):
+            return Response(status=503, body="".join(f"{one}\n" for one in unready).encode())
         if self.ready:
             return Response(body=b"ready\n")
         return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")
@@ -460,6 +462,7 @@ class Server:
             "protocol": VERSIONS[1],
             "addresses": list(self.addresses),
             "data_advertise": list(self.data_hosts),
+            "tcp_encryption": self.config.tcp_encryption,
             "engine_id": self.engine.engine_id.hex(),
             "transports": [info.name for info in self.engine.transports],
             "unavailable": dict(self.engine.unavailable),
@@ -468,6 +471,7 @@ class Server:
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),
             "breakers": self.pool.states(),
+            "breakers_open": self.pool.given_up(),
             "unsettled": len(self.forwarder.unsettled),
             "landing_used_bytes": self.landings.used_bytes,
         }

@@ -18,7 +18,7 @@ import msgpack
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
+from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
 from kvxfer.wire import messages as m
@@ -88,7 +88,9 @@ class Control:
         self.incarnation = ""
         self.addresses: tuple[str, ...] = ()
         self.advertise: tuple[str, ...] = ()
+        self._encryption = ""  # the daemon's tcp_encryption
         self.on_identity: Callable[[], None] = _nobody
+        self.on_restored: Callable[[], None] = _nobody
         self.unexpected_events = 0
         self.reconnects = 0
 
@@ -97,6 +99,11 @@ class Control:
     async def start(self) -> None:
         """Connect for the first time; raises `DaemonUnavailable` naming the socket and what to do."""
         await self._connect()
+        here, there = self._config.tcp_encryption, self._encryption
+        if here != there:
+            why = f"tcp_encryption is {here} here and {there} at this node's daemon"
+            hint = "all engines of a node are reached in the same way: give both the same value"
+            raise ConfigError(why, key="tcp_encryption", value=here, hint=hint)
 
     @property
     def connected(self) -> bool:
@@ -125,6 +132,7 @@ class Control:
             node_id, incarnation = str(status["node_id"]), str(status["incarnation"])
             addresses = tuple(str(address) for address in status["addresses"])
             advertise = tuple(str(host) for host in status.get("data_advertise", ()))
+            self._encryption = str(status.get("tcp_encryption", "off"))
         except (ValueError, KeyError, TypeError, AttributeError) as wrong:
             raise ProtocolError(f"the daemon's status makes no sense: {wrong!r}") from wrong
         self.node_id, self.incarnation, self.addresses, self.advertise = node_id, incarnation, addresses, advertise
@@ -172,6 +180,7 @@ class Control:
     async def _restore(self, link: Link) -> None:
         """Tell a new daemon what the old one knew. What it refuses ends, and its owner is told; the rest goes on."""
         self._send_unsent()
+        self.on_restored()
         for channel in tuple(self._deliveries):
             try:
                 await link.request(m.Listen(channel=channel), timeout=self._config.handshake_s)
@@ -208,6 +217,17 @@ class Control:
         if self._link is None:
             raise DaemonUnavailable("the link to the local daemon is down", peer=self._path)
         return self._link
+
+    def say(self, message: m.Report) -> bool:
+        """Tell the daemon something that it does not answer; whether it was sent."""
+        try:
+            if self._link is None:
+                return False
+            self._link.send(message)
+        except KvxferError:
+            self.unexpected_events += 1
+            return False
+        return True
 
     async def request(self, message: m.Message, deadline: Deadline) -> m.Message:
         """Ask the daemon; the reply, or the typed error that it or the other node answered."""
