@@ -210,11 +210,15 @@ class DataPlane:
 
     def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
         """The same without waiting: the future resolves when it is quiet."""
+        self.hear_no_more(grant)
+        return self.engine.revoke(grant)
+
+    def hear_no_more(self, grant: int) -> None:
+        """Nobody wants to know what arrives, or has arrived, by this grant."""
         self.unwatch(grant)
         self._heard.discard(grant)
         for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
             self._given_up("revoked", event)
-        return self.engine.revoke(grant)
 
     def release(self, region: Region) -> asyncio.Future[Event]:
         """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""
