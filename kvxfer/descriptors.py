@@ -23,6 +23,7 @@ U64_MAX = 2**64 - 1
 ENDPOINTS_MAX = 8
 CANDIDATES_MAX = 8
 SECONDS_MAX = 31_536_000.0
+ENDPOINT_SECRET_BYTES = 32
 ENDPOINT_CHARS_MAX = 255
 
 
@@ -56,6 +57,7 @@ class RemoteDescriptor:
 
     ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is the owner engine's
     own random id: a restarted owner has another one. ``pinned``: host memory that an accelerator's DMA reaches too.
+    ``secrets``: of the transports that encrypt, what connecting takes beside the endpoint.
     """
 
     node_id: str
@@ -71,6 +73,7 @@ class RemoteDescriptor:
     pinned: bool = False
     expires_in_s: float | None = None
     endpoints: Mapping[str, tuple[str, ...]]
+    secrets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("node_id", "incarnation", "engine_id"):
@@ -90,6 +93,10 @@ class RemoteDescriptor:
             _require(1 <= len(candidates) <= CANDIDATES_MAX, f"1 to {CANDIDATES_MAX} candidates", len(candidates))
             for text in candidates:
                 _require(isinstance(text, str) and 0 < len(text) <= ENDPOINT_CHARS_MAX, "endpoint", text)
+        for name, secret in self.secrets.items():
+            _require(name in self.endpoints, "a secret of no endpoint", name)
+            fits = isinstance(secret, bytes) and len(secret) == ENDPOINT_SECRET_BYTES
+            _require(fits, f"a secret must be {ENDPOINT_SECRET_BYTES} bytes", type(secret))
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of strings and numbers: survives JSON and msgpack."""
@@ -109,7 +116,10 @@ class RemoteDescriptor:
             "endpoints": {name: list(candidates) for name, candidates in self.endpoints.items()},
         }
         # Told only where it is so: those who do not know the word reach the memory as any other host memory.
-        return described | ({"pinned": True} if self.pinned else {})
+        pinned = {"pinned": True} if self.pinned else {}
+        # Those who do not know this one do not encrypt either, and are refused when they connect.
+        secrets = {"secrets": {name: secret.hex() for name, secret in self.secrets.items()}} if self.secrets else {}
+        return described | pinned | secrets
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RemoteDescriptor:
@@ -119,6 +129,7 @@ class RemoteDescriptor:
         try:
             endpoints = {name: _texts(candidates) for name, candidates in dict(raw["endpoints"]).items()}
             expires = raw.get("expires_in_s")
+            told = dict(raw.get("secrets", {}))
             return cls(
                 node_id=raw["node_id"],
                 incarnation=raw["incarnation"],
@@ -133,6 +144,7 @@ class RemoteDescriptor:
                 pinned=raw.get("pinned", False),
                 expires_in_s=None if expires is None else float(expires),
                 endpoints=endpoints,
+                secrets={name: bytes.fromhex(secret) for name, secret in told.items()},
             )
         except KeyError as missing:
             raise UsageError(f"bad descriptor: field {missing} is missing") from missing

@@ -320,6 +320,13 @@ class AuthenticationError(PeerError):
     retryable_default = False
 
 
+class EncryptionMismatch(PeerError):
+    """One side encrypts its data path (`tcp_encryption`) and the other does not: nothing goes in clear instead."""
+
+    code = "encryption_mismatch"
+    retryable_default = False
+
+
 class NotAllowed(PeerError):
     """The other side proved who it is, and that node or namespace may not connect here."""
 
@@ -397,6 +404,13 @@ _NAMED: Mapping[str, type] = {
     "retryable": bool,
     "hint": str,
 }
+
+
+def ended_by_other(code: str, message: str) -> KvxferError:
+    """Why a flow ended that the other side ended, or the daemon of either when it was told to stop."""
+    if code == PeerDraining.code:
+        return TransferCancelled(message, by="draining")
+    return from_code(code or TransferCancelled.code, message, by="peer")
 
 
 def from_code(code: str, message: str, /, **known: Field) -> KvxferError:

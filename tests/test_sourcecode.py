@@ -31,12 +31,21 @@ LAYERS = (
     ),
     Layer(
         name="limits",
-        modules=("addresses", "config", "config.*", "net.tls", "net.credentials", "node.identity", "memory.numa"),
+        modules=(
+            "addresses",
+            "config",
+            "config.*",
+            "net.tls",
+            "net.credentials",
+            "net.forks",
+            "node.identity",
+            "memory.numa",
+        ),
     ),
     Layer(
         name="decisions",
         modules=(
-            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow"),
+            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow", "net.queues"),
             *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -55,7 +64,10 @@ LAYERS = (
         name="memory and transfers",
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *("dataplane.choice", "dataplane.idle", "dataplane.plane", "dataplane.reach", "dataplane.stall"),
+            *(
+                f"dataplane.{name}"
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
+            ),
             "dataplane.transfer",
         ),
     ),
@@ -64,8 +76,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "leftovers", "metrics"),
-                *("pool", "server"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("leftovers", "metrics", "pool", "server", "settling"),
             )
         ),
     ),

@@ -289,7 +289,8 @@ async def _data_path(
     far = "over the network" if info.moves(MemoryKind.DRAM) else "between accelerators"
     way = "memory of this host" if info.same_host else far
     copies = f"{info.copies_per_byte:g} {'copy' if info.copies_per_byte == 1 else 'copies'} per byte"
-    return [rated, reads], f"{way}, {copies}, connected in {connect_ms:.1f} ms"
+    sealed = ", encrypted" if info.encrypted else ""
+    return [rated, reads], f"{way}{sealed}, {copies}, connected in {connect_ms:.1f} ms"
 
 
 async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]]) -> Row:

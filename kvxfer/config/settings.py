@@ -145,6 +145,9 @@ class Config:
     reload_s: float = _seconds(
         5, 0.05, 3600, "How often the files of secret, node keys and certificate are looked at for changes."
     )
+    reload_grace_s: float = _seconds(
+        10, 0, 86400, "Connections proved by a secret or an authority that was taken away are closed after this time."
+    )
     namespace: str = _text(
         DEFAULT_NAMESPACE,
         "What this node belongs to; postings of another namespace cannot be seen. For a worker, default: its daemon's.",
@@ -199,12 +202,21 @@ class Config:
     )
     tcp_streams: int = _int(2, 1, 32, "Connections per peer of the tcp transport.")
     tcp_threads: int = _int(2, 1, 64, "Threads that drive the tcp transport.")
+    tcp_encryption: str = _text(
+        "off",
+        'Encrypt what tcp moves: "on" on both sides, or they refuse each other. Takes a control plane that nobody can '
+        "read: certificates, or loopback.",
+        choices=("off", "on"),
+    )
     tcp_congestion: str = _text(
         "reno",
         "Congestion control between processes of this host (one that does not pace); empty: the system's.",
         empty=True,
         pattern=r"[a-z][a-z0-9_-]{0,14}",
         expects="the name of a congestion control, e.g. reno, cubic, bbr",
+    )
+    tcp_zero_copy: bool = _option(
+        "bool", True, "Puts over tcp lend their pages to the kernel instead of copying them into it."
     )
     copy_threads: int = _int(2, 1, 64, "Threads that copy for the shm transport.")
     hugepages: bool = _option("bool", True, "Use hugepages for allocated regions when the host has some.")
@@ -291,6 +303,9 @@ class Config:
     link_queue_bytes_max: int = _size(
         16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
     )
+    link_queues_bytes_max: int = _size(
+        256 * MIB, 1 * MIB, 1 << 40, "Bytes that wait to be sent on all control connections of the daemon together."
+    )
     frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
     postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
     posting_bytes_max: int = _size(1 * GIB, 1 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
@@ -303,8 +318,25 @@ class Config:
     mailboxes_bytes_max: int = _size(64 * MIB, 4 * KIB, 16 * GIB, "Bytes that all channels hold together.")
     mail_bytes_max: int = _size(1 * MIB, 1, 16 * MIB, "Largest message.")
     mail_ttl_s: float = _seconds(30, 0.1, 3600, "How long an undelivered message is held.")
-    landing_bytes_max: int = _size(256 * MIB, 0, 1 << 42, "Capacity of the landing pool; 0: none.")
-    landing_prewarm_bytes: int = _size(0, 0, 1 << 42, "Landing memory that is allocated and touched at the start.")
+    landing_memory: str = _text(
+        "dram",
+        "Where landings lie: in host memory, or on the least loaded of some accelerators.",
+        choices=("dram", "hbm"),
+    )
+    landing_devices: tuple[str, ...] = _option(
+        "list",
+        (),
+        'With landing_memory = "hbm": the accelerators that take landings; empty: all.',
+        empty=True,
+        pattern=r"[0-9]{1,3}",
+        expects="a list of numbers of accelerators",
+    )
+    landing_bytes_max: int = _size(
+        256 * MIB, 0, 1 << 42, "Capacity of the landing pool, on accelerators of each one's part; 0: none."
+    )
+    landing_prewarm_bytes: int = _size(
+        0, 0, 1 << 42, "Landing memory, of each part, that is allocated and touched at the start."
+    )
     # -- times --
     lease_s: float = _seconds(60, 0.1, 86400, "Life of an offer or ticket that names none.")
     lease_s_max: float = _seconds(3600, 1, 604800, "Longest life of an offer or ticket.")
@@ -359,6 +391,11 @@ class Config:
         return host if is_numeric(host) else "127.0.0.1"
 
     @property
+    def encrypts(self) -> bool:
+        """Whether the data path is encrypted."""
+        return self.tcp_encryption == "on"
+
+    @property
     def hixl_bind_host(self) -> str:
         """The numeric address where hixl listens. It is also its engine's name, so what `data_advertise` names first
         takes the place of a wildcard.
@@ -400,6 +437,13 @@ class Config:
                     value=host,
                     hint=f"{hint}, or node_keys_file, or tls_cert, tls_key and tls_ca, or use 127.0.0.1",
                 )
+        if self.encrypts and not is_loopback(self.listen_address.host) and not self.tls_cert:
+            why = (
+                "tcp_encryption is on, and the control plane, which carries the keys, is open to whoever can read its "
+                "packets"
+            )
+            hint = 'set tls_cert, tls_key and tls_ca, or tcp_encryption = "off"'
+            raise ConfigError(why, key="tcp_encryption", value=self.tcp_encryption, hint=hint)
         http = self.http_address
         if http is not None and not http.is_loopback and not self.http_allow_remote:
             why = "http is reachable from other hosts and has no login"

@@ -77,7 +77,11 @@ def in_order(infos: Iterable[TransportInfo], need: Need) -> list[TransportInfo]:
 
     def place(info: TransportInfo) -> tuple[bool, float, int]:
         detour = host_memory and not info.moves(MemoryKind.DRAM)
-        return (need.mapped and not info.can_map, max(info.rank, near + 0.5) if detour else info.rank, info.rank)
+        return (
+            need.mapped and not info.maps(need.remote),
+            max(info.rank, near + 0.5) if detour else info.rank,
+            info.rank,
+        )
 
     return sorted(known, key=place)
 
@@ -86,11 +90,19 @@ def unfit(info: TransportInfo, need: Need, descriptor: RemoteDescriptor) -> Pass
     """Why this transport is none for this need; None when it may be tried."""
     if info.name not in descriptor.endpoints:
         return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: the owner does not offer it")
+    if encryption_differs(info, descriptor):
+        here, there = ("on", "off") if info.encrypted else ("off", "on")
+        return PassedOver(info, ChoiceKind.REFUSED, f"{info.name}: tcp_encryption is {here} here and {there} there")
     if not info.reaches(need.local, need.remote):
         return PassedOver(info, ChoiceKind.MEMORY, f"{info.name}: it moves {moved(info)}, not {need.pair}")
     if need.check and not info.can_check:
         return PassedOver(info, ChoiceKind.CHECKSUM, f"{info.name}: it makes no checksums, and they were asked for")
     return None
+
+
+def encryption_differs(info: TransportInfo, descriptor: RemoteDescriptor) -> bool:
+    """One side encrypts what this transport moves and the other does not."""
+    return info.name in descriptor.endpoints and info.encrypted != (info.name in descriptor.secrets)
 
 
 def moved(info: TransportInfo) -> str:

@@ -19,10 +19,21 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvxfer.config import Config
-from kvxfer.dataplane.choice import ANY_KIND, Choice, Need, PassedOver, in_order, kind_there, number_of, unfit
+from kvxfer.dataplane.choice import (
+    ANY_KIND,
+    Choice,
+    Need,
+    PassedOver,
+    encryption_differs,
+    in_order,
+    kind_there,
+    number_of,
+    unfit,
+)
 from kvxfer.dataplane.idle import Idle
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
+    EncryptionMismatch,
     KvxferError,
     PeerError,
     PeerIncarnationMismatch,
@@ -47,6 +58,7 @@ CHOICES_MAX = 1024
 DOWN_EARLY_MAX = 1024
 ImportKey = tuple[str, int, int, int, int, bytes]
 WayKey = tuple[ImportKey, int]  # and the transport's index
+Place = tuple[str, int, str, bytes | None]  # engine id, transport's index, endpoint, and the secret that it takes
 NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`number_of`)
 K = TypeVar("K")
 T = TypeVar("T")
@@ -61,9 +73,11 @@ class Route:
     engine_id: str
     info: TransportInfo
     endpoint: str
+    place: Place = field(repr=False)  # it holds a secret
     peer: int
     imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
+    held: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
     used: int = 0  # see `idle.py`
     importing: int = 0
     fresh: bool = True  # made for an import that has yet to begin
@@ -81,6 +95,7 @@ class Import:
     length: int
     users: int = 0
     unwanted: bool = False
+    held: bool = False
     needs: set[NeedKey] = field(default_factory=set, repr=False)
 
 
@@ -93,9 +108,9 @@ class Reach:
         self._allowed = None if allowed is None else frozenset(allowed)
         self._engine_id = engine.engine_id.hex()
         self._transports = sorted(engine.transports, key=lambda info: info.rank)
-        self._routes: dict[tuple[str, int, str], Route] = {}
+        self._routes: dict[Place, Route] = {}
         self._routes_by_peer: dict[int, Route] = {}
-        self._connecting: dict[tuple[str, int, str], asyncio.Task[Route]] = {}
+        self._connecting: dict[Place, asyncio.Task[Route]] = {}
         self._imports: OrderedDict[WayKey, Import] = OrderedDict()
         self._chosen: dict[NeedKey, Import] = {}
         self._importing: dict[WayKey, asyncio.Task[Import]] = {}
@@ -224,11 +239,11 @@ class Reach:
                 continue
             for endpoint in descriptor.endpoints[info.name]:
                 try:
-                    found = await self._shared_import((key, info.index), info, endpoint, descriptor)
+                    found = await self._shared_import((key, info.index), info, endpoint, descriptor, need.mapped)
                 except (PeerError, ProtocolError, TransportError) as error:
                     kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
                     passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
-                    tells = isinstance(error, ResourceExhausted | PeerIncarnationMismatch)
+                    tells = isinstance(error, ResourceExhausted | PeerIncarnationMismatch | EncryptionMismatch)
                     telling = error if tells and not isinstance(telling, ResourceExhausted) else telling
                     continue
                 self._remember(need, found, passed)
@@ -236,6 +251,18 @@ class Reach:
         self._count(passed)
         if telling is not None:
             raise telling
+        differs = next((info for info in self._transports if encryption_differs(info, descriptor)), None)
+        if differs is not None:
+            raise EncryptionMismatch(
+                "the owner of this descriptor and this side differ in tcp_encryption, and nothing goes in clear instead"
+                + "".join(f"; {one.text}" for one in passed),
+                peer=descriptor.node_id,
+                transport=differs.name,
+                option="tcp_encryption",
+                here="on" if differs.encrypted else "off",
+                there="off" if differs.encrypted else "on",
+                hint="set tcp_encryption to the same value on both sides",
+            )
         raise PeerUnreachable(
             f"no transport reaches the owner of this descriptor, {need.pair}"
             + "".join(f"; {one.text}" for one in passed),
@@ -258,7 +285,7 @@ class Reach:
         return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
 
     async def _shared_import(
-        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Over each transport a grant is imported once, whatever it is needed for."""
         known = self._imports.get(way)
@@ -268,7 +295,8 @@ class Reach:
         pending = self._importing.get(way)
         if pending is None:
             pending = self._tasks.run(
-                self._by_route(way, info, endpoint, descriptor), f"import grant {descriptor.grant} by {info.name}"
+                self._by_route(way, info, endpoint, descriptor, mapped),
+                f"import grant {descriptor.grant} by {info.name}",
             )
             self._importing[way] = pending
             pending.add_done_callback(lambda done: _forget_task(self._importing, way, done))
@@ -282,16 +310,18 @@ class Reach:
             self._unfit.popitem(last=False)
         self.drop(found)
 
-    async def _by_route(self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor) -> Import:
+    async def _by_route(
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
+    ) -> Import:
         """Connect (if need be) and import; at the limit of descriptors or peers, idle connections are given up for it,
         one at a time.
         """
         again = False
-        if self.idle.crowded and (descriptor.engine_id, info.index, endpoint) not in self._routes:
+        if self.idle.crowded and _place(descriptor, info, endpoint) not in self._routes:
             again = await self.idle.make_room()
         while True:
             try:
-                return await self._by_some_route(key, info, endpoint, descriptor)
+                return await self._by_some_route(key, info, endpoint, descriptor, mapped)
             except ResourceExhausted:
                 if not await self.idle.make_room(again=again):
                     raise
@@ -308,22 +338,23 @@ class Reach:
         for key in tuple(route.imports):
             self.drop(self._imports[key])
         route.down = True
-        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        self._routes.pop(route.place, None)
         self._routes_by_peer.pop(route.peer, None)
         return self.engine.close_peer(route.peer)
 
     async def _by_some_route(
-        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor
+        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead."""
-        old = self._routes.get((descriptor.engine_id, info.index, endpoint))
+        place = _place(descriptor, info, endpoint)
+        old = self._routes.get(place)
         if old is not None:
             try:
-                return await self._import(key, old, descriptor)
+                return await self._import(key, old, descriptor, mapped)
             except PeerLost:
                 if not old.down:
                     self.peer_down(old.peer)
-        return await self._import(key, await self._route(descriptor.engine_id, info, endpoint), descriptor)
+        return await self._import(key, await self._route(place, info), descriptor, mapped)
 
     def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
         """One line in the log for each engine, pair of memories and transport; the rest is counted."""
@@ -346,22 +377,21 @@ class Reach:
         for index, kind in {(one.info.index, one.kind) for one in passed if one.info is not None}:
             self.engine.count_choice(index, kind)
 
-    async def _route(self, engine_id: str, info: TransportInfo, endpoint: str) -> Route:
-        key = (engine_id, info.index, endpoint)
+    async def _route(self, key: Place, info: TransportInfo) -> Route:
         route = self._routes.get(key)
         if route is not None:
             return route
         pending = self._connecting.get(key)
         if pending is None:
-            pending = self._tasks.run(self._connect_once(key, info), f"connect {info.name} {endpoint}")
+            pending = self._tasks.run(self._connect_once(key, info), f"connect {info.name} {key[2]}")
             self._connecting[key] = pending
             pending.add_done_callback(lambda done: _forget_task(self._connecting, key, done))
         return await shared(pending)
 
-    async def _connect_once(self, key: tuple[str, int, str], info: TransportInfo) -> Route:
-        engine_id, _, endpoint = key
+    async def _connect_once(self, key: Place, info: TransportInfo) -> Route:
+        engine_id, _, endpoint, secret = key
         try:
-            peer, completion = self.engine.connect(info.index, endpoint)
+            peer, completion = self.engine.connect(info.index, endpoint, secret)
         except TooLarge as full:
             hint = "raise peers_max, or wait until a transfer has ended"
             why = "every connection of this engine is in use"
@@ -385,22 +415,22 @@ class Reach:
             del self._down_early[peer]
             self.engine.close_peer(peer)
             raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
-        route = Route(engine_id, info, endpoint, peer)
+        route = Route(engine_id, info, endpoint, key, peer)
         self._routes[key] = route
         self._routes_by_peer[peer] = route
         self.idle.begun(route)
         return route
 
-    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         route.importing += 1
         route.fresh = False
         try:
-            return await self._import_once(key, route, descriptor)
+            return await self._import_once(key, route, descriptor, mapped)
         finally:
             route.importing -= 1
             self.idle.freed()
 
-    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor) -> Import:
+    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         self.idle.use(route)
         try:
             handle, completion = self.engine.import_(
@@ -410,6 +440,7 @@ class Reach:
                 length=descriptor.length,
                 access=descriptor.access,
                 key=descriptor.key,
+                mapped=mapped and descriptor.kind == "hbm",
             )
         except UnknownRegion as gone:
             raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
@@ -432,7 +463,22 @@ class Reach:
             for need_key in found.needs:
                 self._chosen.pop(need_key, None)
             found.route.imports.discard(found.key)
+            if not found.held:
+                self.engine.release_import(found.handle)
+
+    def hold(self, found: Import) -> None:
+        """Kernels of the application use this memory where it is: only `let_go` ends that, whatever happens."""
+        found.held = True
+        found.route.held += 1
+
+    def let_go(self, found: Import) -> None:
+        """See `hold`."""
+        found.held = False
+        found.route.held -= 1
+        if not self.is_live(found):
             self.engine.release_import(found.handle)
+        if found.route.down and not found.route.held:
+            self.engine.close_peer(found.route.peer)
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
@@ -467,12 +513,13 @@ class Reach:
             return
         route.down = True
         self.idle.freed()
-        self._routes.pop((route.engine_id, route.info.index, route.endpoint), None)
+        self._routes.pop(route.place, None)
         for key in tuple(route.imports):
             found = self._imports.get(key)
             if found is not None:
                 self.drop(found)
-        self.engine.close_peer(peer)
+        if not route.held:
+            self.engine.close_peer(peer)
 
 
 def stale(error: KvxferError) -> KvxferError:
@@ -489,6 +536,10 @@ def stale(error: KvxferError) -> KvxferError:
     )
     found.fields.update(error.fields)
     return found
+
+
+def _place(descriptor: RemoteDescriptor, info: TransportInfo, endpoint: str) -> Place:
+    return (descriptor.engine_id, info.index, endpoint, descriptor.secrets.get(info.name))
 
 
 def _key_of(descriptor: RemoteDescriptor) -> ImportKey:

@@ -21,6 +21,7 @@ class Program:
     machine: str = "x86_64"
     native_path: str = ""
     native_error: str = ""
+    encryption_error: str = ""  # why tcp could not encrypt here
     packages: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -31,6 +32,7 @@ class Transport:
     name: str
     error: str = ""
     memory: str = ""
+    encrypted: bool = False
     endpoint: str = ""
     listed: bool = True
     wanted: bool = False

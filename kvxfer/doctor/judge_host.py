@@ -33,8 +33,13 @@ def judge_host(host: Host, config: Config) -> Iterator[Finding]:
 
 
 def wanted_bytes(config: Config) -> int:
-    """Memory that a daemon may come to use."""
-    return config.landing_bytes_max + config.mailboxes_bytes_max + OWN_BYTES
+    """Host memory that a daemon may come to use."""
+    return landing_bytes(config) + config.mailboxes_bytes_max + OWN_BYTES
+
+
+def landing_bytes(config: Config) -> int:
+    """Of that, the landing pool, unless it is on accelerators."""
+    return config.landing_bytes_max if config.landing_memory == "dram" else 0
 
 
 def _limit(value: int) -> str:
@@ -43,7 +48,7 @@ def _limit(value: int) -> str:
 
 def _memlock(host: Host, config: Config) -> Finding:
     soft, hard = host.memlock
-    need = config.landing_bytes_max
+    need = landing_bytes(config)
     if soft == UNLIMITED or "CAP_IPC_LOCK" in host.capabilities:
         why = "unlimited" if soft == UNLIMITED else f"{_limit(soft)}, which does not bind a process with CAP_IPC_LOCK"
         return _LIMITS.ok("locked memory", why)
@@ -61,7 +66,7 @@ def _hugepages(host: Host, config: Config) -> Iterator[Finding]:
     if not config.hugepages:
         yield _MEMORY.not_here("hugepages", "turned off (hugepages = false)")
         return
-    need = config.landing_bytes_max
+    need = landing_bytes(config)
     reserved = [pages for pages in host.pages if pages.total]
     for pages in reserved:
         unit = size(pages.page_bytes)
@@ -105,7 +110,7 @@ def _headroom(host: Host, config: Config) -> Finding:
 
 def _fitting(free: int, config: Config) -> int:
     """A landing pool that leaves the headroom; whole MiB."""
-    room = int(free * (1 - HEADROOM)) - (wanted_bytes(config) - config.landing_bytes_max)
+    room = int(free * (1 - HEADROOM)) - (wanted_bytes(config) - landing_bytes(config))
     return max(room, 0) >> 20 << 20
 
 

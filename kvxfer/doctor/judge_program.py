@@ -32,6 +32,14 @@ def judge_program(program: Program) -> Iterator[Finding]:
         yield _GROUP.problem("packages", f"missing: {', '.join(absent)}", f"pip install {' '.join(absent)}")
     elif shown:
         yield _GROUP.ok("packages", shown)
+    if not program.native_error:
+        yield _encryption(program)
+
+
+def _encryption(program: Program) -> Finding:
+    if program.encryption_error:
+        return _GROUP.not_here("tcp_encryption", program.encryption_error)
+    return _GROUP.ok("tcp_encryption", "possible: the system's libcrypto has what it takes")
 
 
 def judge_transports(transports: Sequence[Transport]) -> Iterator[Finding]:
@@ -40,6 +48,7 @@ def judge_transports(transports: Sequence[Transport]) -> Iterator[Finding]:
     for transport in transports:
         if not transport.error:
             detail = f"available{f' for {transport.memory}' if transport.memory else ''}"
+            detail += ", encrypted" if transport.encrypted else ""
             more = "" if transport.listed else "; not in `transports`, so it is not used"
             yield _TRANSPORTS.ok(transport.name, detail + more)
         elif not transport.listed or (usable and not transport.wanted):

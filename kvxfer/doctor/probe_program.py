@@ -25,9 +25,10 @@ def probe_program() -> Program:
     """What runs here."""
     spec = importlib.util.find_spec("kvxfer.native._shim")
     error = "it was not built for this interpreter" if spec is None else ""
+    missing = ""
     if not error:
         try:
-            importlib.import_module("kvxfer.native.engine")
+            missing = importlib.import_module("kvxfer.native.engine").encryption_missing()
         except Exception as failure:  # whatever it is, it is the finding
             error = f"{type(failure).__name__}: {failure}"
     major, minor, micro = sys.version_info[:3]
@@ -38,6 +39,7 @@ def probe_program() -> Program:
         machine=platform.machine(),
         native_path=str(spec.origin) if spec is not None else "",
         native_error=error,
+        encryption_error=missing,
         packages={name: _version_of(name) for name in PACKAGES},
     )
 
@@ -85,4 +87,5 @@ def _opened(name: str, config: Config, place: str) -> Transport:
     if name not in here:
         return Transport(name=name, error=why)
     kinds = [kind.name.lower() for kind in MemoryKind if here[name].moves(kind)]
-    return Transport(name=name, memory=", ".join(kinds), endpoint=here[name].endpoint)
+    found = here[name]
+    return Transport(name=name, memory=", ".join(kinds), endpoint=found.endpoint, encrypted=found.encrypted)

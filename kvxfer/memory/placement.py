@@ -36,6 +36,21 @@ def least_loaded(loads: Sequence[Load], pending_bytes: Mapping[int, int]) -> int
     return min(loads, key=rank).device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One part of a pool: bytes that are in use there, in flight ones included, and whether one more fits."""
+
+    part: int
+    bytes: int
+    fits: bool
+
+
+def least_held(parts: Sequence[Held]) -> int | None:
+    """The part for what comes next; None when none has room."""
+    fitting = [part for part in parts if part.fits]
+    return min(fitting, key=lambda part: (part.bytes, part.part)).part if fitting else None
+
+
 def check_group(group: object) -> tuple[int, ...]:
     """The devices among which one is chosen: distinct numbers, at least one."""
     found = tuple(group) if isinstance(group, list | tuple | range) else ()

@@ -585,405 +585,419 @@ static void (*_cffi_call_python_org)(struct _cffi_externpy_s *, char *);
 /************************************************************/
 
 static void *_cffi_types[] = {
-/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 75), // _Bool()(uint32_t)
+/*  0 */ _CFFI_OP(_CFFI_OP_FUNCTION, 85), // _Bool()(uint32_t)
 /*  1 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22), // uint32_t
 /*  2 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 14), // char const *()(int)
+/*  3 */ _CFFI_OP(_CFFI_OP_FUNCTION, 18), // char const *()(int)
 /*  4 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 7), // int
 /*  5 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/*  6 */ _CFFI_OP(_CFFI_OP_FUNCTION, 14), // char const *()(void)
+/*  6 */ _CFFI_OP(_CFFI_OP_FUNCTION, 18), // char const *()(void)
 /*  7 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t *, uint32_t *)
-/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 13), // int32_t *
-/* 10 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // uint32_t *
+/*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(char *, size_t)
+/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 346), // char *
+/* 10 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 13 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char const *
-/* 15 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // kvx_ascend_option const *
-/* 16 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 17 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // void * *
-/* 18 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 19 */ _CFFI_OP(_CFFI_OP_POINTER, 335), // char *
-/* 20 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
+/* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t *, uint32_t *)
+/* 13 */ _CFFI_OP(_CFFI_OP_POINTER, 17), // int32_t *
+/* 14 */ _CFFI_OP(_CFFI_OP_POINTER, 1), // uint32_t *
+/* 15 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 16 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, int32_t, uint32_t *)
+/* 17 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
+/* 18 */ _CFFI_OP(_CFFI_OP_POINTER, 346), // char const *
+/* 19 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 20 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
+/* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
 /* 23 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 25 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 26 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 27 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, void * *, uint32_t *)
-/* 28 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 29 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 30 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 31 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 32 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 33 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t *, uint32_t *)
-/* 34 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 36 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 37 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 38 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t, int32_t *, uint32_t *)
-/* 39 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 40 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 41 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 42 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 43 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 44 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 45 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 46 */ _CFFI_OP(_CFFI_OP_ENUM, 0), // kvx_ascend_where
-/* 47 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
-/* 48 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 49 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 50 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 51 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 52 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 53 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 54 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void *
-/* 55 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 56 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 57 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
-/* 58 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_ascend_option const *
+/* 26 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 27 */ _CFFI_OP(_CFFI_OP_POINTER, 64), // void * *
+/* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 29 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 30 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 31 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 32 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, uint32_t *)
+/* 33 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 34 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 35 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 36 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 37 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, void * *, uint32_t *)
+/* 38 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 39 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 40 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 41 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 42 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 43 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t *, uint32_t *)
+/* 44 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 45 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 46 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 47 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 48 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, int32_t, int32_t *, uint32_t *)
+/* 49 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 50 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 51 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 52 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 53 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 54 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 55 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 56 */ _CFFI_OP(_CFFI_OP_ENUM, 0), // kvx_ascend_where
+/* 57 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24), // uint64_t
+/* 58 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 59 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 60 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 63 */ _CFFI_OP(_CFFI_OP_POINTER, 47), // uint64_t *
-/* 64 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
+/* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
+/* 64 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void *
+/* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void * *, uint32_t *)
+/* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
 /* 68 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 69 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 70 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 71 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 72 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, _Bool, uint32_t *)
-/* 73 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 74 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 75 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1), // _Bool
-/* 76 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 78 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 79 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 81 */ _CFFI_OP(_CFFI_OP_POINTER, 372), // kvx_ascend_copy const *
-/* 82 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 83 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 84 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 85 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint32_t *)
-/* 86 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 87 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 88 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 89 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 90 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 91 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 92 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 93 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 94 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 95 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 96 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 97 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 98 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 99 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 100 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 101 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // void const *
-/* 102 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 103 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 104 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 105 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
-/* 106 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine *
-/* 107 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 108 */ _CFFI_OP(_CFFI_OP_POINTER, 378), // kvx_device_info *
-/* 109 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_mem_why *
-/* 110 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 111 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
-/* 112 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 113 */ _CFFI_OP(_CFFI_OP_POINTER, 369), // kvx_alloc_args const *
-/* 114 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_region_info *
-/* 115 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 116 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 117 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
-/* 118 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_register_args const *
-/* 120 */ _CFFI_OP(_CFFI_OP_NOOP, 114),
-/* 121 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 122 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 123 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/* 124 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_submit_args const *
-/* 126 */ _CFFI_OP(_CFFI_OP_POINTER, 388), // kvx_segment const *
-/* 127 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 128 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
-/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_event *
-/* 130 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 131 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
-/* 132 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 133 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 135 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 136 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 137 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint64_t *, uint64_t *)
-/* 138 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 139 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 140 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 141 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 143 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 144 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 146 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 147 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_transport_info *
-/* 148 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 149 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
-/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 151 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 152 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
-/* 155 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 156 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 158 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
-/* 160 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 161 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 162 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 163 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 164 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 165 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 166 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_import_info *
-/* 167 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 168 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 169 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 170 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 171 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_remote const *
-/* 172 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 173 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 176 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 177 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 178 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
-/* 181 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 182 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 183 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 69 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 70 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 71 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 72 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 73 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // uint64_t *
+/* 74 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 75 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 76 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 77 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void * *, uint32_t *)
+/* 78 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 79 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 80 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 81 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 82 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, _Bool, uint32_t *)
+/* 83 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 84 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 85 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1), // _Bool
+/* 86 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 87 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 89 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 90 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 91 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_ascend_copy const *
+/* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 95 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint32_t *)
+/* 96 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 97 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 98 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 99 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 100 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 101 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 102 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 103 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 104 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 105 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 106 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 107 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 109 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 110 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void const *
+/* 112 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 113 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
+/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine *
+/* 117 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 118 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_device_info *
+/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_mem_why *
+/* 120 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
+/* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 123 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_alloc_args const *
+/* 124 */ _CFFI_OP(_CFFI_OP_POINTER, 397), // kvx_region_info *
+/* 125 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
+/* 126 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
+/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // kvx_register_args const *
+/* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 124),
+/* 131 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
+/* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 133 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // kvx_submit_args const *
+/* 136 */ _CFFI_OP(_CFFI_OP_POINTER, 400), // kvx_segment const *
+/* 137 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 138 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 139 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_event *
+/* 140 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 141 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
+/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 143 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 144 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 146 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 147 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint8_t const *, uint64_t *, uint64_t *)
+/* 148 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 149 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 151 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t const *
+/* 152 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 153 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 155 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 156 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 158 */ _CFFI_OP(_CFFI_OP_POINTER, 406), // kvx_transport_info *
+/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 160 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
+/* 161 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 162 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 163 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 165 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
+/* 166 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 167 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 168 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 170 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 171 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 172 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 173 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
+/* 175 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 176 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 177 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // kvx_import_info *
+/* 178 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 180 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 181 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 182 */ _CFFI_OP(_CFFI_OP_POINTER, 399), // kvx_remote const *
+/* 183 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 188 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 189 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
+/* 189 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 190 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 192 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
+/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 192 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 193 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 196 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 197 */ _CFFI_OP(_CFFI_OP_POINTER, 382), // kvx_grant_info *
-/* 198 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 199 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
-/* 200 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 201 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 202 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
+/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 195 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 196 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 199 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 200 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 201 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 202 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 204 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 206 */ _CFFI_OP(_CFFI_OP_NOOP, 109),
-/* 207 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 208 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 209 */ _CFFI_OP(_CFFI_OP_POINTER, 379), // kvx_engine const *
-/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 211 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 212 */ _CFFI_OP(_CFFI_OP_POINTER, 380), // kvx_engine_config const *
-/* 213 */ _CFFI_OP(_CFFI_OP_POINTER, 106), // kvx_engine * *
-/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 215 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 217 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
-/* 218 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space *
-/* 219 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 220 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
-/* 222 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
-/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 224 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 226 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
-/* 228 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 229 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 230 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 231 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 233 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 234 */ _CFFI_OP(_CFFI_OP_POINTER, 374), // kvx_ascend_op const *
-/* 235 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 237 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
-/* 240 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 241 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 242 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 244 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
-/* 246 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 248 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
-/* 250 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 251 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 254 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 255 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 256 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 257 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 46),
-/* 259 */ _CFFI_OP(_CFFI_OP_NOOP, 17),
-/* 260 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 261 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 262 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 264 */ _CFFI_OP(_CFFI_OP_POINTER, 46), // kvx_ascend_where *
-/* 265 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 267 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 268 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 269 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 270 */ _CFFI_OP(_CFFI_OP_FUNCTION, 368), // int64_t()(kvx_engine *, uint64_t)
-/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 272 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 274 */ _CFFI_OP(_CFFI_OP_FUNCTION, 370), // kvx_ascend_api const *()(char *, size_t)
-/* 275 */ _CFFI_OP(_CFFI_OP_NOOP, 19),
-/* 276 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 277 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 278 */ _CFFI_OP(_CFFI_OP_FUNCTION, 376), // kvx_counters const *()(kvx_engine const *)
-/* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 209),
+/* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 206 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 207 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_grant_info *
+/* 209 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
+/* 211 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 212 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 213 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 215 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 216 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
+/* 218 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 219 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 220 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine const *
+/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 222 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 223 */ _CFFI_OP(_CFFI_OP_POINTER, 392), // kvx_engine_config const *
+/* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 116), // kvx_engine * *
+/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 226 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
+/* 229 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space *
+/* 230 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 231 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 232 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
+/* 233 */ _CFFI_OP(_CFFI_OP_NOOP, 229),
+/* 234 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 235 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 237 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 239 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 241 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 244 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 245 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_ascend_op const *
+/* 246 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 248 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 250 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 251 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 253 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 254 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 255 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 256 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
+/* 257 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 259 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 260 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
+/* 261 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 262 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 264 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 265 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 267 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 268 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 269 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
+/* 270 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 272 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 274 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 275 */ _CFFI_OP(_CFFI_OP_POINTER, 56), // kvx_ascend_where *
+/* 276 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 218), // kvx_space *()(uint64_t)
-/* 282 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 283 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 285 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 129),
-/* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 380), // int64_t()(kvx_engine *, uint64_t)
+/* 282 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 283 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 285 */ _CFFI_OP(_CFFI_OP_FUNCTION, 382), // kvx_ascend_api const *()(char *, size_t)
+/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
 /* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 291 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 292 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 293 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 295 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 297 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 298 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION, 47), // uint64_t()(kvx_engine *, uint64_t)
-/* 300 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 301 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 302 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 303 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_engine *)
-/* 304 */ _CFFI_OP(_CFFI_OP_NOOP, 106),
-/* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 306 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space *)
-/* 307 */ _CFFI_OP(_CFFI_OP_NOOP, 218),
-/* 308 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
-/* 310 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_space const *
-/* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 312 */ _CFFI_OP(_CFFI_OP_NOOP, 63),
-/* 313 */ _CFFI_OP(_CFFI_OP_NOOP, 10),
-/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 315 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t)
-/* 316 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 318 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint64_t, uint64_t)
-/* 319 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 320 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 321 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 322 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 323 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t const *
-/* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
-/* 325 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 326 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // uint8_t *
-/* 327 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION, 398), // void()(void *, void const *, uint64_t, uint64_t)
-/* 329 */ _CFFI_OP(_CFFI_OP_NOOP, 54),
-/* 330 */ _CFFI_OP(_CFFI_OP_NOOP, 101),
+/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 388), // kvx_counters const *()(kvx_engine const *)
+/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 220),
+/* 291 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 292 */ _CFFI_OP(_CFFI_OP_FUNCTION, 229), // kvx_space *()(uint64_t)
+/* 293 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 295 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 297 */ _CFFI_OP(_CFFI_OP_NOOP, 139),
+/* 298 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 300 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 301 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 302 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 303 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 304 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 306 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 307 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 308 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 310 */ _CFFI_OP(_CFFI_OP_FUNCTION, 57), // uint64_t()(kvx_engine *, uint64_t)
+/* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 312 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 313 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_engine *)
+/* 315 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 316 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space *)
+/* 318 */ _CFFI_OP(_CFFI_OP_NOOP, 229),
+/* 319 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 321 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space const *
+/* 322 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 323 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 325 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 326 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t)
+/* 327 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 329 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t, uint64_t)
+/* 330 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 331 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 332 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 334 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
-/* 335 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 336 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[256]
-/* 337 */ (_cffi_opcode_t)(256),
-/* 338 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[32]
-/* 339 */ (_cffi_opcode_t)(32),
-/* 340 */ _CFFI_OP(_CFFI_OP_ARRAY, 335), // char[64]
-/* 341 */ (_cffi_opcode_t)(64),
-/* 342 */ _CFFI_OP(_CFFI_OP_ARRAY, 338), // char[8][32]
-/* 343 */ (_cffi_opcode_t)(8),
-/* 344 */ _CFFI_OP(_CFFI_OP_POINTER, 8), // int(*)(int32_t *, uint32_t *)
-/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 346 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, uint32_t *)
-/* 347 */ _CFFI_OP(_CFFI_OP_POINTER, 27), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 348 */ _CFFI_OP(_CFFI_OP_POINTER, 33), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 349 */ _CFFI_OP(_CFFI_OP_POINTER, 38), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 44), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 351 */ _CFFI_OP(_CFFI_OP_POINTER, 51), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 352 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // int(*)(int32_t, uint32_t *)
-/* 353 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 354 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, void * *, uint32_t *)
-/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 72), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 78), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 85), // int(*)(int32_t, void *, uint32_t *)
-/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 90), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 98), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 230), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 239), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 245), // int(*)(void *, uint32_t *)
-/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 249), // int(*)(void *, void *, uint32_t *)
-/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 254), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 262), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 366 */ _CFFI_OP(_CFFI_OP_ARRAY, 13), // int32_t[3]
-/* 367 */ (_cffi_opcode_t)(3),
-/* 368 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 369 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 371), // kvx_ascend_api const *
-/* 371 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 372 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 373 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 374 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 375 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 377), // kvx_counters const *
-/* 377 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 378 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
-/* 379 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
-/* 380 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
-/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
-/* 382 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
-/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
-/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
-/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
-/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
-/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
-/* 388 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
-/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
-/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
-/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
-/* 392 */ _CFFI_OP(_CFFI_OP_ARRAY, 391), // kvx_transport_counters[8]
-/* 393 */ (_cffi_opcode_t)(8),
-/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
-/* 395 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 396 */ _CFFI_OP(_CFFI_OP_ARRAY, 395), // uint8_t[16]
-/* 397 */ (_cffi_opcode_t)(16),
-/* 398 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 332 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 334 */ _CFFI_OP(_CFFI_OP_NOOP, 151),
+/* 335 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 336 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t *
+/* 338 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(void *, void const *, uint64_t, uint64_t)
+/* 340 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 341 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 342 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 343 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 344 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 346 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 347 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[256]
+/* 348 */ (_cffi_opcode_t)(256),
+/* 349 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[32]
+/* 350 */ (_cffi_opcode_t)(32),
+/* 351 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[64]
+/* 352 */ (_cffi_opcode_t)(64),
+/* 353 */ _CFFI_OP(_CFFI_OP_ARRAY, 349), // char[8][32]
+/* 354 */ (_cffi_opcode_t)(8),
+/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t *, uint32_t *)
+/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 16), // int(*)(int32_t, char const *, int32_t, uint32_t *)
+/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 32), // int(*)(int32_t, char const *, uint32_t *)
+/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 43), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 48), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint32_t *)
+/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 71), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 77), // int(*)(int32_t, void * *, uint32_t *)
+/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 82), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 368 */ _CFFI_OP(_CFFI_OP_POINTER, 88), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 369 */ _CFFI_OP(_CFFI_OP_POINTER, 95), // int(*)(int32_t, void *, uint32_t *)
+/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 100), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 371 */ _CFFI_OP(_CFFI_OP_POINTER, 108), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 372 */ _CFFI_OP(_CFFI_OP_POINTER, 241), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 373 */ _CFFI_OP(_CFFI_OP_POINTER, 250), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 374 */ _CFFI_OP(_CFFI_OP_POINTER, 256), // int(*)(void *, uint32_t *)
+/* 375 */ _CFFI_OP(_CFFI_OP_POINTER, 260), // int(*)(void *, void *, uint32_t *)
+/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 265), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 377 */ _CFFI_OP(_CFFI_OP_POINTER, 273), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 378 */ _CFFI_OP(_CFFI_OP_ARRAY, 17), // int32_t[3]
+/* 379 */ (_cffi_opcode_t)(3),
+/* 380 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 382 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_ascend_api const *
+/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 388 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_counters const *
+/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
+/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
+/* 392 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
+/* 393 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
+/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
+/* 395 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
+/* 396 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
+/* 397 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
+/* 398 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
+/* 399 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
+/* 400 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
+/* 401 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
+/* 402 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
+/* 403 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
+/* 404 */ _CFFI_OP(_CFFI_OP_ARRAY, 403), // kvx_transport_counters[8]
+/* 405 */ (_cffi_opcode_t)(8),
+/* 406 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
+/* 407 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 408 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[16]
+/* 409 */ (_cffi_opcode_t)(16),
+/* 410 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[32]
+/* 411 */ (_cffi_opcode_t)(32),
+/* 412 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -1028,10 +1042,10 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg0, (char **)&x0);
+      _cffi_type(9), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(9), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1047,7 +1061,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(370));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(382));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1136,10 +1150,10 @@ _cffi_f_kvx_cancel(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1186,10 +1200,10 @@ _cffi_f_kvx_choice_count(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1240,19 +1254,19 @@ _cffi_f_kvx_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(54), arg0, (char **)&x0);
+      _cffi_type(64), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(54), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(64), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1307,10 +1321,10 @@ _cffi_f_kvx_crc32c(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1359,10 +1373,10 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1372,19 +1386,19 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(108), arg2, (char **)&x2);
+      _cffi_type(118), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_device_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(108), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(118), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(119), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1404,6 +1418,54 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_device_query _cffi_d_kvx_device_query
 #endif
 
+static int _cffi_d_kvx_encryption_probe(char * x0, size_t x1)
+{
+  return kvx_encryption_probe(x0, x1);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_encryption_probe(PyObject *self, PyObject *args)
+{
+  char * x0;
+  size_t x1;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+
+  if (!PyArg_UnpackTuple(args, "kvx_encryption_probe", 2, 2, &arg0, &arg1))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(9), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(9), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, size_t);
+  if (x1 == (size_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_encryption_probe(x0, x1); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_encryption_probe _cffi_d_kvx_encryption_probe
+#endif
+
 static void _cffi_d_kvx_engine_close(kvx_engine * x0)
 {
   kvx_engine_close(x0);
@@ -1417,10 +1479,10 @@ _cffi_f_kvx_engine_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1455,10 +1517,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(209), arg0, (char **)&x0);
+      _cffi_type(220), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(220), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1470,7 +1532,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(376));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(388));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1501,19 +1563,19 @@ _cffi_f_kvx_engine_drain(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(129), arg1, (char **)&x1);
+      _cffi_type(139), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(139), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1552,10 +1614,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(209), arg0, (char **)&x0);
+      _cffi_type(220), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(209), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(220), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1600,28 +1662,28 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(212), arg0, (char **)&x0);
+      _cffi_type(223), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(212), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(223), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(213), arg1, (char **)&x1);
+      _cffi_type(224), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(213), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(224), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg2, (char **)&x2);
+      _cffi_type(9), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(9), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1668,10 +1730,10 @@ _cffi_f_kvx_engine_step(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1712,10 +1774,10 @@ _cffi_f_kvx_engine_stop(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1756,10 +1818,10 @@ _cffi_f_kvx_grant_attached(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1812,10 +1874,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1837,10 +1899,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(197), arg5, (char **)&x5);
+      _cffi_type(208), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(197), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(208), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1883,10 +1945,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1896,10 +1958,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(73), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1942,10 +2004,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1955,10 +2017,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(166), arg2, (char **)&x2);
+      _cffi_type(177), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(166), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(177), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1999,10 +2061,10 @@ _cffi_f_kvx_import_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2049,10 +2111,10 @@ _cffi_f_kvx_import_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2103,19 +2165,19 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(323), arg0, (char **)&x0);
+      _cffi_type(151), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(323), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(151), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(101), arg1, (char **)&x1);
+      _cffi_type(111), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (void const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(101), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(111), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2125,10 +2187,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(326), arg3, (char **)&x3);
+      _cffi_type(337), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(326), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(337), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2173,37 +2235,37 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(113), arg1, (char **)&x1);
+      _cffi_type(123), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_alloc_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(113), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(123), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(114), arg2, (char **)&x2);
+      _cffi_type(124), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(124), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(119), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2254,10 +2316,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2271,10 +2333,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(54), arg3, (char **)&x3);
+      _cffi_type(64), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (void *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(54), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(64), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2288,10 +2350,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg6, (char **)&x6);
+      _cffi_type(119), arg6, (char **)&x6);
   if (datasize != 0) {
     x6 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg6, (char **)&x6,
+    if (_cffi_convert_array_argument(_cffi_type(119), arg6, (char **)&x6,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2338,10 +2400,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2351,28 +2413,28 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(171), arg2, (char **)&x2);
+      _cffi_type(182), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(171), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(182), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(73), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg4, (char **)&x4);
+      _cffi_type(73), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2417,37 +2479,37 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg1, (char **)&x1);
+      _cffi_type(129), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_register_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(114), arg2, (char **)&x2);
+      _cffi_type(124), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(114), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(124), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(109), arg3, (char **)&x3);
+      _cffi_type(119), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(109), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2490,10 +2552,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2503,10 +2565,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(73), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2617,10 +2679,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2634,10 +2696,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(73), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2680,10 +2742,10 @@ _cffi_f_kvx_note(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2734,10 +2796,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2747,10 +2809,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(73), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2770,9 +2832,9 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
 #  define _cffi_f_kvx_peer_close _cffi_d_kvx_peer_close
 #endif
 
-static int _cffi_d_kvx_peer_connect(kvx_engine * x0, uint32_t x1, char const * x2, uint64_t * x3, uint64_t * x4)
+static int _cffi_d_kvx_peer_connect(kvx_engine * x0, uint32_t x1, char const * x2, uint8_t const * x3, uint64_t * x4, uint64_t * x5)
 {
-  return kvx_peer_connect(x0, x1, x2, x3, x4);
+  return kvx_peer_connect(x0, x1, x2, x3, x4, x5);
 }
 #ifndef PYPY_VERSION
 static PyObject *
@@ -2781,8 +2843,9 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
   kvx_engine * x0;
   uint32_t x1;
   char const * x2;
-  uint64_t * x3;
+  uint8_t const * x3;
   uint64_t * x4;
+  uint64_t * x5;
   Py_ssize_t datasize;
   struct _cffi_freeme_s *large_args_free = NULL;
   int result;
@@ -2792,15 +2855,16 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
   PyObject *arg2;
   PyObject *arg3;
   PyObject *arg4;
+  PyObject *arg5;
 
-  if (!PyArg_UnpackTuple(args, "kvx_peer_connect", 5, 5, &arg0, &arg1, &arg2, &arg3, &arg4))
+  if (!PyArg_UnpackTuple(args, "kvx_peer_connect", 6, 6, &arg0, &arg1, &arg2, &arg3, &arg4, &arg5))
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2810,35 +2874,44 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(14), arg2, (char **)&x2);
+      _cffi_type(18), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(14), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(18), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(151), arg3, (char **)&x3);
   if (datasize != 0) {
-    x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    x3 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(151), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg4, (char **)&x4);
+      _cffi_type(73), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg4, (char **)&x4,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(73), arg5, (char **)&x5);
+  if (datasize != 0) {
+    x5 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(73), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   Py_BEGIN_ALLOW_THREADS
   _cffi_restore_errno();
-  { result = kvx_peer_connect(x0, x1, x2, x3, x4); }
+  { result = kvx_peer_connect(x0, x1, x2, x3, x4, x5); }
   _cffi_save_errno();
   Py_END_ALLOW_THREADS
 
@@ -2872,10 +2945,10 @@ _cffi_f_kvx_progress(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2912,10 +2985,10 @@ _cffi_f_kvx_space_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(229), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2956,10 +3029,10 @@ _cffi_f_kvx_space_give(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(229), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3006,7 +3079,7 @@ _cffi_f_kvx_space_open(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(218));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(229));
   return pyresult;
 }
 #else
@@ -3036,37 +3109,37 @@ _cffi_f_kvx_space_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(310), arg0, (char **)&x0);
+      _cffi_type(321), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(310), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(321), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg1, (char **)&x1);
+      _cffi_type(73), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg2, (char **)&x2);
+      _cffi_type(73), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(10), arg3, (char **)&x3);
+      _cffi_type(14), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint32_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(10), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(14), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3111,10 +3184,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(218), arg0, (char **)&x0);
+      _cffi_type(229), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(218), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3128,10 +3201,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(73), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3174,7 +3247,7 @@ _cffi_f_kvx_status_name(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(14));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(18));
   return pyresult;
 }
 #else
@@ -3210,55 +3283,55 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(125), arg1, (char **)&x1);
+      _cffi_type(135), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_submit_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(125), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(135), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(126), arg2, (char **)&x2);
+      _cffi_type(136), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_segment const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(126), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(136), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(63), arg3, (char **)&x3);
+      _cffi_type(73), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint64_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(63), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(73), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(128), arg4, (char **)&x4);
+      _cffi_type(138), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(128), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(138), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(129), arg5, (char **)&x5);
+      _cffi_type(139), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(129), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(139), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3301,10 +3374,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3314,10 +3387,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(147), arg2, (char **)&x2);
+      _cffi_type(158), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(147), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(158), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3362,10 +3435,10 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(106), arg0, (char **)&x0);
+      _cffi_type(116), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(106), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3375,19 +3448,19 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg2, (char **)&x2);
+      _cffi_type(9), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(9), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(19), arg3, (char **)&x3);
+      _cffi_type(9), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (char *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(19), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(9), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3497,11 +3570,29 @@ static int _cffi_const_KVX_ASCEND_HAS_CAPABILITY(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_ASCEND_IPC_ANYBODY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_IPC_ANYBODY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_IPC_ANYBODY) | 0);  /* check that KVX_ASCEND_IPC_ANYBODY is an integer */
+  if (!_cffi_check_int(*o, n, 0))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_ASCEND_IPC_KEY_MAX(unsigned long long *o)
 {
   int n = (KVX_ASCEND_IPC_KEY_MAX) <= 0;
   *o = (unsigned long long)((KVX_ASCEND_IPC_KEY_MAX) | 0);  /* check that KVX_ASCEND_IPC_KEY_MAX is an integer */
   if (!_cffi_check_int(*o, n, 65U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ASCEND_IPC_NOBODY(unsigned long long *o)
+{
+  int n = (KVX_ASCEND_IPC_NOBODY) <= 0;
+  *o = (unsigned long long)((KVX_ASCEND_IPC_NOBODY) | 0);  /* check that KVX_ASCEND_IPC_NOBODY is an integer */
+  if (!_cffi_check_int(*o, n, -1))
     n |= 2;
   return n;
 }
@@ -3533,6 +3624,15 @@ static int _cffi_const_KVX_CAP_CHECK(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_CAP_ENCRYPTED(unsigned long long *o)
+{
+  int n = (KVX_CAP_ENCRYPTED) <= 0;
+  *o = (unsigned long long)((KVX_CAP_ENCRYPTED) | 0);  /* check that KVX_CAP_ENCRYPTED is an integer */
+  if (!_cffi_check_int(*o, n, 256U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_CAP_GET(unsigned long long *o)
 {
   int n = (KVX_CAP_GET) <= 0;
@@ -3556,6 +3656,15 @@ static int _cffi_const_KVX_CAP_MAP(unsigned long long *o)
   int n = (KVX_CAP_MAP) <= 0;
   *o = (unsigned long long)((KVX_CAP_MAP) | 0);  /* check that KVX_CAP_MAP is an integer */
   if (!_cffi_check_int(*o, n, 16U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_CAP_MAP_HBM(unsigned long long *o)
+{
+  int n = (KVX_CAP_MAP_HBM) <= 0;
+  *o = (unsigned long long)((KVX_CAP_MAP_HBM) | 0);  /* check that KVX_CAP_MAP_HBM is an integer */
+  if (!_cffi_check_int(*o, n, 512U))
     n |= 2;
   return n;
 }
@@ -3659,6 +3768,15 @@ static int _cffi_const_KVX_ENDPOINT_MAX(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_ENGINE_ENCRYPT(unsigned long long *o)
+{
+  int n = (KVX_ENGINE_ENCRYPT) <= 0;
+  *o = (unsigned long long)((KVX_ENGINE_ENCRYPT) | 0);  /* check that KVX_ENGINE_ENCRYPT is an integer */
+  if (!_cffi_check_int(*o, n, 16U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_ENGINE_MANUAL(unsigned long long *o)
 {
   int n = (KVX_ENGINE_MANUAL) <= 0;
@@ -3691,6 +3809,15 @@ static int _cffi_const_KVX_ENGINE_NO_IPC(unsigned long long *o)
   int n = (KVX_ENGINE_NO_IPC) <= 0;
   *o = (unsigned long long)((KVX_ENGINE_NO_IPC) | 0);  /* check that KVX_ENGINE_NO_IPC is an integer */
   if (!_cffi_check_int(*o, n, 8U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_ENGINE_NO_LEND(unsigned long long *o)
+{
+  int n = (KVX_ENGINE_NO_LEND) <= 0;
+  *o = (unsigned long long)((KVX_ENGINE_NO_LEND) | 0);  /* check that KVX_ENGINE_NO_LEND is an integer */
+  if (!_cffi_check_int(*o, n, 32U))
     n |= 2;
   return n;
 }
@@ -3947,6 +4074,24 @@ static int _cffi_const_KVX_REGION_SPILLED(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_REMOTE_MAP(unsigned long long *o)
+{
+  int n = (KVX_REMOTE_MAP) <= 0;
+  *o = (unsigned long long)((KVX_REMOTE_MAP) | 0);  /* check that KVX_REMOTE_MAP is an integer */
+  if (!_cffi_check_int(*o, n, 1U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_SECRET_BYTES(unsigned long long *o)
+{
+  int n = (KVX_SECRET_BYTES) <= 0;
+  *o = (unsigned long long)((KVX_SECRET_BYTES) | 0);  /* check that KVX_SECRET_BYTES is an integer */
+  if (!_cffi_check_int(*o, n, 32U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_SPACE_GRAIN(unsigned long long *o)
 {
   int n = (KVX_SPACE_GRAIN) <= 0;
@@ -4010,6 +4155,7 @@ static void _cffi_checkfld__kvx_ascend_api(kvx_ascend_api *p)
   { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_poll; (void)tmp; }
   { int(* *tmp)(int32_t, void *, uint32_t *) = &p->stream_abort; (void)tmp; }
   { int(* *tmp)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *) = &p->ipc_export; (void)tmp; }
+  { int(* *tmp)(int32_t, char const *, int32_t, uint32_t *) = &p->ipc_allow; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, void * *, uint32_t *) = &p->ipc_import; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, uint32_t *) = &p->ipc_close; (void)tmp; }
   { int(* *tmp)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t) = &p->engine_open; (void)tmp; }
@@ -4201,6 +4347,7 @@ static void _cffi_checkfld__kvx_import_info(kvx_import_info *p)
   (void)((p->address) | 0);  /* check that 'kvx_import_info.address' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_import_info.length' is an integer */
   (void)((p->access) | 0);  /* check that 'kvx_import_info.access' is an integer */
+  (void)((p->device) | 0);  /* check that 'kvx_import_info.device' is an integer */
 }
 struct _cffi_align__kvx_import_info { char x; kvx_import_info y; };
 
@@ -4260,6 +4407,7 @@ static void _cffi_checkfld__kvx_remote(kvx_remote *p)
   (void)((p->generation) | 0);  /* check that 'kvx_remote.generation' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_remote.length' is an integer */
   (void)((p->access) | 0);  /* check that 'kvx_remote.access' is an integer */
+  (void)((p->flags) | 0);  /* check that 'kvx_remote.flags' is an integer */
   { uint8_t(*tmp)[16] = &p->key; (void)tmp; }
 }
 struct _cffi_align__kvx_remote { char x; kvx_remote y; };
@@ -4304,6 +4452,7 @@ static void _cffi_checkfld__kvx_transport_counters(kvx_transport_counters *p)
   (void)((p->copied_bytes) | 0);  /* check that 'kvx_transport_counters.copied_bytes' is an integer */
   (void)((p->mapped_bytes) | 0);  /* check that 'kvx_transport_counters.mapped_bytes' is an integer */
   (void)((p->staged_bytes) | 0);  /* check that 'kvx_transport_counters.staged_bytes' is an integer */
+  (void)((p->lent_bytes) | 0);  /* check that 'kvx_transport_counters.lent_bytes' is an integer */
   (void)((p->segments) | 0);  /* check that 'kvx_transport_counters.segments' is an integer */
   (void)((p->frames) | 0);  /* check that 'kvx_transport_counters.frames' is an integer */
   (void)((p->inline_ops) | 0);  /* check that 'kvx_transport_counters.inline_ops' is an integer */
@@ -4339,6 +4488,7 @@ static void _cffi_checkfld__kvx_transport_info(kvx_transport_info *p)
   (void)((p->copies_x100) | 0);  /* check that 'kvx_transport_info.copies_x100' is an integer */
   (void)((p->memory) | 0);  /* check that 'kvx_transport_info.memory' is an integer */
   (void)((p->local_memory) | 0);  /* check that 'kvx_transport_info.local_memory' is an integer */
+  { uint8_t(*tmp)[32] = &p->secret; (void)tmp; }
 }
 struct _cffi_align__kvx_transport_info { char x; kvx_transport_info y; };
 
@@ -4356,13 +4506,17 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ASCEND_HAS_BULK_STATUS", (void *)_cffi_const_KVX_ASCEND_HAS_BULK_STATUS, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_HAS_CAPABILITY", (void *)_cffi_const_KVX_ASCEND_HAS_CAPABILITY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_HOST", (void *)_cffi_const_KVX_ASCEND_HOST, _CFFI_OP(_CFFI_OP_ENUM, -1), (void *)0 },
+  { "KVX_ASCEND_IPC_ANYBODY", (void *)_cffi_const_KVX_ASCEND_IPC_ANYBODY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_IPC_KEY_MAX", (void *)_cffi_const_KVX_ASCEND_IPC_KEY_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ASCEND_IPC_NOBODY", (void *)_cffi_const_KVX_ASCEND_IPC_NOBODY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_REGIONS_MAX", (void *)_cffi_const_KVX_ASCEND_REGIONS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_TEXT_MAX", (void *)_cffi_const_KVX_ASCEND_TEXT_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_CHECK", (void *)_cffi_const_KVX_CAP_CHECK, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_CAP_ENCRYPTED", (void *)_cffi_const_KVX_CAP_ENCRYPTED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_GET", (void *)_cffi_const_KVX_CAP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_INLINE", (void *)_cffi_const_KVX_CAP_INLINE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_MAP", (void *)_cffi_const_KVX_CAP_MAP, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_CAP_MAP_HBM", (void *)_cffi_const_KVX_CAP_MAP_HBM, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_NOTIFY", (void *)_cffi_const_KVX_CAP_NOTIFY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_OWN", (void *)_cffi_const_KVX_CAP_OWN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_PUT", (void *)_cffi_const_KVX_CAP_PUT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4374,10 +4528,12 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_CHOICE_TAKEN", (void *)_cffi_const_KVX_CHOICE_TAKEN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CHOICE_UNREACHABLE", (void *)_cffi_const_KVX_CHOICE_UNREACHABLE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENDPOINT_MAX", (void *)_cffi_const_KVX_ENDPOINT_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ENGINE_ENCRYPT", (void *)_cffi_const_KVX_ENGINE_ENCRYPT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_MANUAL", (void *)_cffi_const_KVX_ENGINE_MANUAL, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_CMA", (void *)_cffi_const_KVX_ENGINE_NO_CMA, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_HUGE", (void *)_cffi_const_KVX_ENGINE_NO_HUGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_IPC", (void *)_cffi_const_KVX_ENGINE_NO_IPC, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ENGINE_NO_LEND", (void *)_cffi_const_KVX_ENGINE_NO_LEND, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_CONNECT", (void *)_cffi_const_KVX_EV_CONNECT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_GRANT_LOST", (void *)_cffi_const_KVX_EV_GRANT_LOST, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_IMPORT", (void *)_cffi_const_KVX_EV_IMPORT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4406,67 +4562,70 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_REGION_READ_ONLY", (void *)_cffi_const_KVX_REGION_READ_ONLY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SHARED", (void *)_cffi_const_KVX_REGION_SHARED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_SPILLED", (void *)_cffi_const_KVX_REGION_SPILLED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_REMOTE_MAP", (void *)_cffi_const_KVX_REMOTE_MAP, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_SECRET_BYTES", (void *)_cffi_const_KVX_SECRET_BYTES, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_SPACE_GRAIN", (void *)_cffi_const_KVX_SPACE_GRAIN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 274), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 285), (void *)_cffi_d_kvx_ascend_get },
   { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
-  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 227), (void *)_cffi_d_kvx_ascend_status },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_cancel },
-  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 149), (void *)_cffi_d_kvx_choice_count },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 328), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 294), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 105), (void *)_cffi_d_kvx_device_query },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 278), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 284), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 208), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 211), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 289), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 303), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 270), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 191), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 163), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 159), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 175), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 322), (void *)_cffi_d_kvx_mac },
-  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 111), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 199), (void *)_cffi_d_kvx_mem_copy },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 168), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 117), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 318), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 315), (void *)_cffi_d_kvx_mem_unview },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 180), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 154), (void *)_cffi_d_kvx_note },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 137), (void *)_cffi_d_kvx_peer_connect },
-  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 299), (void *)_cffi_d_kvx_progress },
-  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 306), (void *)_cffi_d_kvx_space_close },
-  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 217), (void *)_cffi_d_kvx_space_give },
-  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 281), (void *)_cffi_d_kvx_space_open },
-  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 309), (void *)_cffi_d_kvx_space_query },
-  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 221), (void *)_cffi_d_kvx_space_take },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 238), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_cancel },
+  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 160), (void *)_cffi_d_kvx_choice_count },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 339), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 305), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 115), (void *)_cffi_d_kvx_device_query },
+  { "kvx_encryption_probe", (void *)_cffi_f_kvx_encryption_probe, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 8), (void *)_cffi_d_kvx_encryption_probe },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 314), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 289), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 295), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 219), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 222), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 300), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 314), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 281), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 202), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 174), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 333), (void *)_cffi_d_kvx_mac },
+  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_mem_alloc },
+  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 210), (void *)_cffi_d_kvx_mem_copy },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 179), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 127), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 329), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 326), (void *)_cffi_d_kvx_mem_unview },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 191), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 165), (void *)_cffi_d_kvx_note },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 147), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 310), (void *)_cffi_d_kvx_progress },
+  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 317), (void *)_cffi_d_kvx_space_close },
+  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 228), (void *)_cffi_d_kvx_space_give },
+  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 292), (void *)_cffi_d_kvx_space_open },
+  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 320), (void *)_cffi_d_kvx_space_query },
+  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 232), (void *)_cffi_d_kvx_space_take },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
-  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 123), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 144), (void *)_cffi_d_kvx_transport_query },
-  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 131), (void *)_cffi_d_kvx_transport_unavailable },
+  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 133), (void *)_cffi_d_kvx_submit },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 155), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 141), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
   { "length", offsetof(kvx_alloc_args, length),
               sizeof(((kvx_alloc_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "kind", offsetof(kvx_alloc_args, kind),
             sizeof(((kvx_alloc_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "device", offsetof(kvx_alloc_args, device),
               sizeof(((kvx_alloc_args *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 13) },
+              _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "numa_node", offsetof(kvx_alloc_args, numa_node),
                  sizeof(((kvx_alloc_args *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "flags", offsetof(kvx_alloc_args, flags),
              sizeof(((kvx_alloc_args *)0)->flags),
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4478,103 +4637,106 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 373) },
+             _CFFI_OP(_CFFI_OP_NOOP, 385) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 352) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 353) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 365) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 352) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 360) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 349) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 361) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 350) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 362) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 351) },
+                _CFFI_OP(_CFFI_OP_NOOP, 363) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 365) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 377) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 359) },
+            _CFFI_OP(_CFFI_OP_NOOP, 371) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 354) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 355) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 367) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 356) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 368) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 369) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 369) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 358) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 370) },
+  { "ipc_allow", offsetof(kvx_ascend_api, ipc_allow),
+                 sizeof(((kvx_ascend_api *)0)->ipc_allow),
+                 _CFFI_OP(_CFFI_OP_NOOP, 356) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 346) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 358) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 345) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 362) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 374) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 363) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 375) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 361) },
+               _CFFI_OP(_CFFI_OP_NOOP, 373) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 361) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 373) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 360) },
+              _CFFI_OP(_CFFI_OP_NOOP, 372) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 363) },
+            _CFFI_OP(_CFFI_OP_NOOP, 375) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
-                  _CFFI_OP(_CFFI_OP_NOOP, 334) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 345) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 348) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 360) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 344) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 355) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
-              _CFFI_OP(_CFFI_OP_NOOP, 54) },
+              _CFFI_OP(_CFFI_OP_NOOP, 64) },
   { "source", offsetof(kvx_ascend_copy, source),
               sizeof(((kvx_ascend_copy *)0)->source),
-              _CFFI_OP(_CFFI_OP_NOOP, 101) },
+              _CFFI_OP(_CFFI_OP_NOOP, 111) },
   { "length", offsetof(kvx_ascend_copy, length),
               sizeof(((kvx_ascend_copy *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "simulated", offsetof(kvx_ascend_facts, simulated),
                  sizeof(((kvx_ascend_facts *)0)->simulated),
-                 _CFFI_OP(_CFFI_OP_NOOP, 75) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 85) },
   { "optional", offsetof(kvx_ascend_facts, optional),
                 sizeof(((kvx_ascend_facts *)0)->optional),
                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4583,43 +4745,43 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 378) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
-           _CFFI_OP(_CFFI_OP_NOOP, 336) },
+           _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "toolkit", offsetof(kvx_ascend_facts, toolkit),
                sizeof(((kvx_ascend_facts *)0)->toolkit),
-               _CFFI_OP(_CFFI_OP_NOOP, 338) },
+               _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 340) },
+                _CFFI_OP(_CFFI_OP_NOOP, 351) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
-                _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "meta_path", offsetof(kvx_ascend_facts, meta_path),
                  sizeof(((kvx_ascend_facts *)0)->meta_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
                  sizeof(((kvx_ascend_facts *)0)->hixl_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "local", offsetof(kvx_ascend_op, local),
              sizeof(((kvx_ascend_op *)0)->local),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "remote", offsetof(kvx_ascend_op, remote),
               sizeof(((kvx_ascend_op *)0)->remote),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_ascend_op, length),
               sizeof(((kvx_ascend_op *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "key", offsetof(kvx_ascend_option, key),
            sizeof(((kvx_ascend_option *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 14) },
+           _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "value", offsetof(kvx_ascend_option, value),
              sizeof(((kvx_ascend_option *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 14) },
+             _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "magic", offsetof(kvx_counters, magic),
              sizeof(((kvx_counters *)0)->magic),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "version", offsetof(kvx_counters, version),
                sizeof(((kvx_counters *)0)->version),
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4628,70 +4790,70 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "pid", offsetof(kvx_counters, pid),
            sizeof(((kvx_counters *)0)->pid),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "inflight", offsetof(kvx_counters, inflight),
                 sizeof(((kvx_counters *)0)->inflight),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "regions", offsetof(kvx_counters, regions),
                sizeof(((kvx_counters *)0)->regions),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "grants", offsetof(kvx_counters, grants),
               sizeof(((kvx_counters *)0)->grants),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "imports", offsetof(kvx_counters, imports),
                sizeof(((kvx_counters *)0)->imports),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "peers", offsetof(kvx_counters, peers),
              sizeof(((kvx_counters *)0)->peers),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "threads", offsetof(kvx_counters, threads),
                sizeof(((kvx_counters *)0)->threads),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "registered_bytes", offsetof(kvx_counters, registered_bytes),
                         sizeof(((kvx_counters *)0)->registered_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "quarantined_grants", offsetof(kvx_counters, quarantined_grants),
                           sizeof(((kvx_counters *)0)->quarantined_grants),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "device_bytes", offsetof(kvx_counters, device_bytes),
                     sizeof(((kvx_counters *)0)->device_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "arena_bytes", offsetof(kvx_counters, arena_bytes),
                    sizeof(((kvx_counters *)0)->arena_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "spilled_bytes", offsetof(kvx_counters, spilled_bytes),
                      sizeof(((kvx_counters *)0)->spilled_bytes),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "spills", offsetof(kvx_counters, spills),
               sizeof(((kvx_counters *)0)->spills),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "stalled", offsetof(kvx_counters, stalled),
                sizeof(((kvx_counters *)0)->stalled),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "late", offsetof(kvx_counters, late),
             sizeof(((kvx_counters *)0)->late),
-            _CFFI_OP(_CFFI_OP_NOOP, 47) },
+            _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 342) },
+             _CFFI_OP(_CFFI_OP_NOOP, 353) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 392) },
+           _CFFI_OP(_CFFI_OP_NOOP, 404) },
   { "free_bytes", offsetof(kvx_device_info, free_bytes),
                   sizeof(((kvx_device_info *)0)->free_bytes),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "total_bytes", offsetof(kvx_device_info, total_bytes),
                    sizeof(((kvx_device_info *)0)->total_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "arena_bytes", offsetof(kvx_device_info, arena_bytes),
                    sizeof(((kvx_device_info *)0)->arena_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "region_bytes", offsetof(kvx_device_info, region_bytes),
                     sizeof(((kvx_device_info *)0)->region_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "foreign_bytes", offsetof(kvx_device_info, foreign_bytes),
                      sizeof(((kvx_device_info *)0)->foreign_bytes),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "registrations", offsetof(kvx_device_info, registrations),
                      sizeof(((kvx_device_info *)0)->registrations),
                      _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4700,7 +4862,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "physical", offsetof(kvx_device_info, physical),
                 sizeof(((kvx_device_info *)0)->physical),
-                _CFFI_OP(_CFFI_OP_NOOP, 13) },
+                _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "abi_version", offsetof(kvx_engine_config, abi_version),
                    sizeof(((kvx_engine_config *)0)->abi_version),
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4709,28 +4871,28 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "transports", offsetof(kvx_engine_config, transports),
                   sizeof(((kvx_engine_config *)0)->transports),
-                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "socket_dir", offsetof(kvx_engine_config, socket_dir),
                   sizeof(((kvx_engine_config *)0)->socket_dir),
-                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "tcp_bind", offsetof(kvx_engine_config, tcp_bind),
                 sizeof(((kvx_engine_config *)0)->tcp_bind),
-                _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "tcp_congestion", offsetof(kvx_engine_config, tcp_congestion),
                       sizeof(((kvx_engine_config *)0)->tcp_congestion),
-                      _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "fault_spec", offsetof(kvx_engine_config, fault_spec),
                   sizeof(((kvx_engine_config *)0)->fault_spec),
-                  _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "counters_path", offsetof(kvx_engine_config, counters_path),
                      sizeof(((kvx_engine_config *)0)->counters_path),
-                     _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "hixl_bind", offsetof(kvx_engine_config, hixl_bind),
                  sizeof(((kvx_engine_config *)0)->hixl_bind),
-                 _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "hixl_options", offsetof(kvx_engine_config, hixl_options),
                     sizeof(((kvx_engine_config *)0)->hixl_options),
-                    _CFFI_OP(_CFFI_OP_NOOP, 14) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 18) },
   { "tcp_port", offsetof(kvx_engine_config, tcp_port),
                 sizeof(((kvx_engine_config *)0)->tcp_port),
                 _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4772,22 +4934,22 @@ static const struct _cffi_field_s _cffi_fields[] = {
                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "inline_bytes_max", offsetof(kvx_engine_config, inline_bytes_max),
                         sizeof(((kvx_engine_config *)0)->inline_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "nt_bytes_min", offsetof(kvx_engine_config, nt_bytes_min),
                     sizeof(((kvx_engine_config *)0)->nt_bytes_min),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "chunk_bytes", offsetof(kvx_engine_config, chunk_bytes),
                    sizeof(((kvx_engine_config *)0)->chunk_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "frame_bytes", offsetof(kvx_engine_config, frame_bytes),
                    sizeof(((kvx_engine_config *)0)->frame_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "hbm_arena_bytes", offsetof(kvx_engine_config, hbm_arena_bytes),
                        sizeof(((kvx_engine_config *)0)->hbm_arena_bytes),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "pinned_arena_bytes", offsetof(kvx_engine_config, pinned_arena_bytes),
                           sizeof(((kvx_engine_config *)0)->pinned_arena_bytes),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "connect_ms", offsetof(kvx_engine_config, connect_ms),
                   sizeof(((kvx_engine_config *)0)->connect_ms),
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4802,100 +4964,103 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 396) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 408) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "status", offsetof(kvx_event, status),
               sizeof(((kvx_event *)0)->status),
-              _CFFI_OP(_CFFI_OP_NOOP, 13) },
+              _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "token", offsetof(kvx_event, token),
              sizeof(((kvx_event *)0)->token),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "id", offsetof(kvx_event, id),
           sizeof(((kvx_event *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "tag", offsetof(kvx_event, tag),
            sizeof(((kvx_event *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "value", offsetof(kvx_event, value),
              sizeof(((kvx_event *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "bytes", offsetof(kvx_event, bytes),
              sizeof(((kvx_event *)0)->bytes),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "sys_errno", offsetof(kvx_event, sys_errno),
                  sizeof(((kvx_event *)0)->sys_errno),
-                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "segment", offsetof(kvx_event, segment),
                sizeof(((kvx_event *)0)->segment),
-               _CFFI_OP(_CFFI_OP_NOOP, 13) },
+               _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "id", offsetof(kvx_grant_info, id),
           sizeof(((kvx_grant_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "generation", offsetof(kvx_grant_info, generation),
                   sizeof(((kvx_grant_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_grant_info, length),
               sizeof(((kvx_grant_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "access", offsetof(kvx_grant_info, access),
               sizeof(((kvx_grant_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 396) },
+           _CFFI_OP(_CFFI_OP_NOOP, 408) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "address", offsetof(kvx_import_info, address),
                sizeof(((kvx_import_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_import_info, length),
               sizeof(((kvx_import_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "access", offsetof(kvx_import_info, access),
               sizeof(((kvx_import_info *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "device", offsetof(kvx_import_info, device),
+              sizeof(((kvx_import_info *)0)->device),
+              _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "sys_errno", offsetof(kvx_mem_why, sys_errno),
                  sizeof(((kvx_mem_why *)0)->sys_errno),
-                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "raw", offsetof(kvx_mem_why, raw),
            sizeof(((kvx_mem_why *)0)->raw),
            _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "conflict", offsetof(kvx_mem_why, conflict),
                 sizeof(((kvx_mem_why *)0)->conflict),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "free_bytes", offsetof(kvx_mem_why, free_bytes),
                   sizeof(((kvx_mem_why *)0)->free_bytes),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "total_bytes", offsetof(kvx_mem_why, total_bytes),
                    sizeof(((kvx_mem_why *)0)->total_bytes),
-                   _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "base", offsetof(kvx_mem_why, base),
             sizeof(((kvx_mem_why *)0)->base),
-            _CFFI_OP(_CFFI_OP_NOOP, 47) },
+            _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_mem_why, length),
               sizeof(((kvx_mem_why *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "required", offsetof(kvx_mem_why, required),
                 sizeof(((kvx_mem_why *)0)->required),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
-            _CFFI_OP(_CFFI_OP_NOOP, 336) },
+            _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
-          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "generation", offsetof(kvx_region_info, generation),
                   sizeof(((kvx_region_info *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "address", offsetof(kvx_region_info, address),
                sizeof(((kvx_region_info *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_region_info, length),
               sizeof(((kvx_region_info *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "flags", offsetof(kvx_region_info, flags),
              sizeof(((kvx_region_info *)0)->flags),
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4904,52 +5069,55 @@ static const struct _cffi_field_s _cffi_fields[] = {
                   _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "numa_node", offsetof(kvx_region_info, numa_node),
                  sizeof(((kvx_region_info *)0)->numa_node),
-                 _CFFI_OP(_CFFI_OP_NOOP, 13) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "kind", offsetof(kvx_region_info, kind),
             sizeof(((kvx_region_info *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "device", offsetof(kvx_region_info, device),
               sizeof(((kvx_region_info *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 13) },
+              _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "address", offsetof(kvx_register_args, address),
                sizeof(((kvx_register_args *)0)->address),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_register_args, length),
               sizeof(((kvx_register_args *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "kind", offsetof(kvx_register_args, kind),
             sizeof(((kvx_register_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "device", offsetof(kvx_register_args, device),
               sizeof(((kvx_register_args *)0)->device),
-              _CFFI_OP(_CFFI_OP_NOOP, 13) },
+              _CFFI_OP(_CFFI_OP_NOOP, 17) },
   { "read_only", offsetof(kvx_register_args, read_only),
                  sizeof(((kvx_register_args *)0)->read_only),
                  _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "grant", offsetof(kvx_remote, grant),
              sizeof(((kvx_remote *)0)->grant),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "generation", offsetof(kvx_remote, generation),
                   sizeof(((kvx_remote *)0)->generation),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_remote, length),
               sizeof(((kvx_remote *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "access", offsetof(kvx_remote, access),
               sizeof(((kvx_remote *)0)->access),
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "flags", offsetof(kvx_remote, flags),
+             sizeof(((kvx_remote *)0)->flags),
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 396) },
+           _CFFI_OP(_CFFI_OP_NOOP, 408) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "remote_offset", offsetof(kvx_segment, remote_offset),
                      sizeof(((kvx_segment *)0)->remote_offset),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "length", offsetof(kvx_segment, length),
               sizeof(((kvx_segment *)0)->length),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "kind", offsetof(kvx_submit_args, kind),
             sizeof(((kvx_submit_args *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -4958,106 +5126,109 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "region", offsetof(kvx_submit_args, region),
               sizeof(((kvx_submit_args *)0)->region),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "import", offsetof(kvx_submit_args, import),
               sizeof(((kvx_submit_args *)0)->import),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "tag", offsetof(kvx_submit_args, tag),
            sizeof(((kvx_submit_args *)0)->tag),
-           _CFFI_OP(_CFFI_OP_NOOP, 47) },
+           _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "value", offsetof(kvx_submit_args, value),
              sizeof(((kvx_submit_args *)0)->value),
-             _CFFI_OP(_CFFI_OP_NOOP, 47) },
+             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "count", offsetof(kvx_submit_args, count),
              sizeof(((kvx_submit_args *)0)->count),
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "put_ops", offsetof(kvx_transport_counters, put_ops),
                sizeof(((kvx_transport_counters *)0)->put_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "get_ops", offsetof(kvx_transport_counters, get_ops),
                sizeof(((kvx_transport_counters *)0)->get_ops),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "put_bytes", offsetof(kvx_transport_counters, put_bytes),
                  sizeof(((kvx_transport_counters *)0)->put_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "get_bytes", offsetof(kvx_transport_counters, get_bytes),
                  sizeof(((kvx_transport_counters *)0)->get_bytes),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "served_put_bytes", offsetof(kvx_transport_counters, served_put_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_put_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "served_get_bytes", offsetof(kvx_transport_counters, served_get_bytes),
                         sizeof(((kvx_transport_counters *)0)->served_get_bytes),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "copied_bytes", offsetof(kvx_transport_counters, copied_bytes),
                     sizeof(((kvx_transport_counters *)0)->copied_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "mapped_bytes", offsetof(kvx_transport_counters, mapped_bytes),
                     sizeof(((kvx_transport_counters *)0)->mapped_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "staged_bytes", offsetof(kvx_transport_counters, staged_bytes),
                     sizeof(((kvx_transport_counters *)0)->staged_bytes),
-                    _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 57) },
+  { "lent_bytes", offsetof(kvx_transport_counters, lent_bytes),
+                  sizeof(((kvx_transport_counters *)0)->lent_bytes),
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
-                _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "frames", offsetof(kvx_transport_counters, frames),
               sizeof(((kvx_transport_counters *)0)->frames),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "inline_ops", offsetof(kvx_transport_counters, inline_ops),
                   sizeof(((kvx_transport_counters *)0)->inline_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "failed_ops", offsetof(kvx_transport_counters, failed_ops),
                   sizeof(((kvx_transport_counters *)0)->failed_ops),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "cancelled_ops", offsetof(kvx_transport_counters, cancelled_ops),
                      sizeof(((kvx_transport_counters *)0)->cancelled_ops),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "refused", offsetof(kvx_transport_counters, refused),
                sizeof(((kvx_transport_counters *)0)->refused),
-               _CFFI_OP(_CFFI_OP_NOOP, 47) },
+               _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "protocol_errors", offsetof(kvx_transport_counters, protocol_errors),
                        sizeof(((kvx_transport_counters *)0)->protocol_errors),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "notifies_sent", offsetof(kvx_transport_counters, notifies_sent),
                      sizeof(((kvx_transport_counters *)0)->notifies_sent),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "notifies_received", offsetof(kvx_transport_counters, notifies_received),
                          sizeof(((kvx_transport_counters *)0)->notifies_received),
-                         _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                         _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "peers_connected", offsetof(kvx_transport_counters, peers_connected),
                        sizeof(((kvx_transport_counters *)0)->peers_connected),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "peers_accepted", offsetof(kvx_transport_counters, peers_accepted),
                       sizeof(((kvx_transport_counters *)0)->peers_accepted),
-                      _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "peers_lost", offsetof(kvx_transport_counters, peers_lost),
                   sizeof(((kvx_transport_counters *)0)->peers_lost),
-                  _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "chosen", offsetof(kvx_transport_counters, chosen),
               sizeof(((kvx_transport_counters *)0)->chosen),
-              _CFFI_OP(_CFFI_OP_NOOP, 47) },
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "passed_memory", offsetof(kvx_transport_counters, passed_memory),
                      sizeof(((kvx_transport_counters *)0)->passed_memory),
-                     _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "passed_checksum", offsetof(kvx_transport_counters, passed_checksum),
                        sizeof(((kvx_transport_counters *)0)->passed_checksum),
-                       _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "passed_not_offered", offsetof(kvx_transport_counters, passed_not_offered),
                           sizeof(((kvx_transport_counters *)0)->passed_not_offered),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "passed_unreachable", offsetof(kvx_transport_counters, passed_unreachable),
                           sizeof(((kvx_transport_counters *)0)->passed_unreachable),
-                          _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                          _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "passed_refused", offsetof(kvx_transport_counters, passed_refused),
                       sizeof(((kvx_transport_counters *)0)->passed_refused),
-                      _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 338) },
+            _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 336) },
+                _CFFI_OP(_CFFI_OP_NOOP, 347) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5066,10 +5237,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "alignment", offsetof(kvx_transport_info, alignment),
                  sizeof(((kvx_transport_info *)0)->alignment),
-                 _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "region_bytes_max", offsetof(kvx_transport_info, region_bytes_max),
                         sizeof(((kvx_transport_info *)0)->region_bytes_max),
-                        _CFFI_OP(_CFFI_OP_NOOP, 47) },
+                        _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "copies_x100", offsetof(kvx_transport_info, copies_x100),
                    sizeof(((kvx_transport_info *)0)->copies_x100),
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5079,84 +5250,87 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "local_memory", offsetof(kvx_transport_info, local_memory),
                     sizeof(((kvx_transport_info *)0)->local_memory),
                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "secret", offsetof(kvx_transport_info, secret),
+              sizeof(((kvx_transport_info *)0)->secret),
+              _CFFI_OP(_CFFI_OP_NOOP, 410) },
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 369, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 381, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 371, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 31 },
-  { "kvx_ascend_copy", 372, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 36, 3 },
-  { "kvx_ascend_facts", 373, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 39, 10 },
-  { "kvx_ascend_op", 374, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 49, 3 },
-  { "kvx_ascend_option", 375, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 52, 2 },
-  { "kvx_counters", 377, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 54, 20 },
-  { "kvx_device_info", 378, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 74, 8 },
-  { "kvx_engine", 379, _CFFI_F_OPAQUE,
+  { "kvx_ascend_api", 383, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 32 },
+  { "kvx_ascend_copy", 384, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 37, 3 },
+  { "kvx_ascend_facts", 385, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 40, 10 },
+  { "kvx_ascend_op", 386, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 50, 3 },
+  { "kvx_ascend_option", 387, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 53, 2 },
+  { "kvx_counters", 389, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 55, 20 },
+  { "kvx_device_info", 390, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 75, 8 },
+  { "kvx_engine", 391, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 380, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 82, 34 },
-  { "kvx_event", 381, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 116, 9 },
-  { "kvx_grant_info", 382, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 125, 5 },
-  { "kvx_import_info", 383, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 130, 4 },
-  { "kvx_mem_why", 384, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 134, 9 },
-  { "kvx_region_info", 385, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 143, 9 },
-  { "kvx_register_args", 386, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 152, 5 },
-  { "kvx_remote", 387, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 157, 5 },
-  { "kvx_segment", 388, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 162, 3 },
-  { "kvx_space", 389, _CFFI_F_OPAQUE,
+  { "kvx_engine_config", 392, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 83, 34 },
+  { "kvx_event", 393, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 117, 9 },
+  { "kvx_grant_info", 394, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 126, 5 },
+  { "kvx_import_info", 395, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 131, 5 },
+  { "kvx_mem_why", 396, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 136, 9 },
+  { "kvx_region_info", 397, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 145, 9 },
+  { "kvx_register_args", 398, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 154, 5 },
+  { "kvx_remote", 399, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 159, 6 },
+  { "kvx_segment", 400, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 165, 3 },
+  { "kvx_space", 401, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_submit_args", 390, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 165, 7 },
-  { "kvx_transport_counters", 391, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 172, 27 },
-  { "kvx_transport_info", 394, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 199, 9 },
+  { "kvx_submit_args", 402, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 168, 7 },
+  { "kvx_transport_counters", 403, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 28 },
+  { "kvx_transport_info", 406, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 203, 10 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
-  { "kvx_ascend_where", 46, _cffi_prim_int(sizeof(kvx_ascend_where), ((kvx_ascend_where)-1) <= 0),
+  { "kvx_ascend_where", 56, _cffi_prim_int(sizeof(kvx_ascend_where), ((kvx_ascend_where)-1) <= 0),
     "KVX_ASCEND_HOST,KVX_ASCEND_DEVICE,KVX_ASCEND_FOREIGN" },
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 369 },
-  { "kvx_ascend_api", 371 },
-  { "kvx_ascend_copy", 372 },
-  { "kvx_ascend_facts", 373 },
-  { "kvx_ascend_op", 374 },
-  { "kvx_ascend_option", 375 },
-  { "kvx_ascend_where", 46 },
-  { "kvx_counters", 377 },
-  { "kvx_device_info", 378 },
-  { "kvx_engine", 379 },
-  { "kvx_engine_config", 380 },
-  { "kvx_event", 381 },
-  { "kvx_grant_info", 382 },
-  { "kvx_import_info", 383 },
-  { "kvx_mem_why", 384 },
-  { "kvx_region_info", 385 },
-  { "kvx_register_args", 386 },
-  { "kvx_remote", 387 },
-  { "kvx_segment", 388 },
-  { "kvx_space", 389 },
-  { "kvx_submit_args", 390 },
-  { "kvx_transport_counters", 391 },
-  { "kvx_transport_info", 394 },
+  { "kvx_alloc_args", 381 },
+  { "kvx_ascend_api", 383 },
+  { "kvx_ascend_copy", 384 },
+  { "kvx_ascend_facts", 385 },
+  { "kvx_ascend_op", 386 },
+  { "kvx_ascend_option", 387 },
+  { "kvx_ascend_where", 56 },
+  { "kvx_counters", 389 },
+  { "kvx_device_info", 390 },
+  { "kvx_engine", 391 },
+  { "kvx_engine_config", 392 },
+  { "kvx_event", 393 },
+  { "kvx_grant_info", 394 },
+  { "kvx_import_info", 395 },
+  { "kvx_mem_why", 396 },
+  { "kvx_region_info", 397 },
+  { "kvx_register_args", 398 },
+  { "kvx_remote", 399 },
+  { "kvx_segment", 400 },
+  { "kvx_space", 401 },
+  { "kvx_submit_args", 402 },
+  { "kvx_transport_counters", 403 },
+  { "kvx_transport_info", 406 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -5166,12 +5340,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  109,  /* num_globals */
+  118,  /* num_globals */
   22,  /* num_struct_unions */
   1,  /* num_enums */
   23,  /* num_typenames */
   NULL,  /* no includes */
-  399,  /* num_types */
+  413,  /* num_types */
   0,  /* flags */
 };
 

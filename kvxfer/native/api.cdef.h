@@ -4,6 +4,7 @@
 #define KVX_ABI_VERSION    1
 #define KVX_KEY_BYTES      16
 #define KVX_ID_BYTES       16
+#define KVX_SECRET_BYTES   32
 #define KVX_NAME_MAX       32
 #define KVX_ENDPOINT_MAX   256
 #define KVX_TRANSPORTS_MAX 8
@@ -13,10 +14,12 @@
 #define KVX_WRITE 2
 
 /* kvx_engine_config.flags */
-#define KVX_ENGINE_MANUAL  1 /* no thread drives `loop`: tests step it with kvx_engine_step */
-#define KVX_ENGINE_NO_CMA  2 /* never use cross-memory attach */
-#define KVX_ENGINE_NO_HUGE 4 /* never try hugepages */
-#define KVX_ENGINE_NO_IPC  8 /* hixl: never map device memory of other processes of this host; HIXL moves it instead */
+#define KVX_ENGINE_MANUAL  1  /* no thread drives `loop`: tests step it with kvx_engine_step */
+#define KVX_ENGINE_NO_CMA  2  /* never use cross-memory attach */
+#define KVX_ENGINE_NO_HUGE 4  /* never try hugepages */
+#define KVX_ENGINE_NO_IPC  8  /* hixl: never map device memory of other processes of this host; HIXL moves it instead */
+#define KVX_ENGINE_ENCRYPT 16 /* tcp: all data connections are sealed; one that is not is refused */
+#define KVX_ENGINE_NO_LEND 32 /* tcp: copy the payload of puts into the kernel instead of lending it the pages */
 
 /* kinds of memory; a transport says with bit (1 << kind) of kvx_transport_info.memory which ones it reaches */
 #define KVX_MEM_DRAM   0 /* of this host: memfds, and whatever the application registers */
@@ -41,10 +44,15 @@
 #define KVX_CAP_GET       2
 #define KVX_CAP_NOTIFY    4
 #define KVX_CAP_INLINE    8   /* small operations complete inside kvx_submit */
-#define KVX_CAP_MAP       16  /* an import can be mapped: adopt without a copy */
+#define KVX_CAP_MAP       16  /* an import of host memory can be mapped: adopt without a copy */
 #define KVX_CAP_SAME_HOST 32  /* reaches this host only */
 #define KVX_CAP_CHECK     64  /* KVX_OP_CHECK works */
 #define KVX_CAP_OWN       128 /* reaches its own engine only */
+#define KVX_CAP_ENCRYPTED 256 /* what it sends to other hosts is encrypted; connecting takes the owner's secret */
+#define KVX_CAP_MAP_HBM   512 /* the same as KVX_CAP_MAP for memory of a device, for those with KVX_REMOTE_MAP */
+
+/* kvx_remote.flags */
+#define KVX_REMOTE_MAP 1 /* the import fails when memory of a device cannot be mapped for this process's kernels */
 
 /* what became of a transport when one was chosen for a grant: kvx_choice_count */
 #define KVX_CHOICE_TAKEN       0
@@ -126,6 +134,7 @@ typedef struct kvx_transport_info {
     uint32_t copies_x100;  /* CPU copies per delivered byte, both sides together, x100 */
     uint32_t memory;       /* bit (1 << kind) for each kind of an owner's memory that it reaches */
     uint32_t local_memory; /* the same for our own memory */
+    uint8_t secret[32];    /* KVX_CAP_ENCRYPTED: what a peer needs to connect beside the endpoint; drawn at the start */
 } kvx_transport_info;
 
 typedef struct kvx_alloc_args {
@@ -194,6 +203,7 @@ typedef struct kvx_remote {
     uint64_t generation;
     uint64_t length;
     uint32_t access;
+    uint32_t flags;
     uint8_t key[16];
 } kvx_remote;
 
@@ -202,6 +212,7 @@ typedef struct kvx_import_info {
     uint64_t address; /* of the mapping, 0 when the transport does not map */
     uint64_t length;
     uint32_t access;
+    int32_t device; /* whose address that is; -1: the CPU's */
 } kvx_import_info;
 
 typedef struct kvx_segment {
@@ -243,6 +254,7 @@ typedef struct kvx_transport_counters {
     uint64_t copied_bytes;     /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
     uint64_t mapped_bytes;     /* mapped instead of copied (adopt) */
     uint64_t staged_bytes;     /* copied between a device and a block of host memory on their way */
+    uint64_t lent_bytes;       /* sent from where they lie: pages that the kernel was lent */
     uint64_t segments;         /* after merging */
     uint64_t frames;           /* data frames or copy calls */
     uint64_t inline_ops;
@@ -332,7 +344,10 @@ int kvx_grant_revoke(kvx_engine *engine, uint64_t grant, uint64_t *token_p);
 int64_t kvx_grant_attached(kvx_engine *engine, uint64_t grant);
 
 /* -- peers ------------------------------------------------------------------------------------- */
-int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p, uint64_t *token_p);
+/* `secret`: of the peer's engine, KVX_SECRET_BYTES, as its owner told it; NULL when it told none. KVX_E_ENCRYPTION: one
+ * side encrypts and the other does not. */
+int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, const uint8_t *secret,
+                     uint64_t *peer_p, uint64_t *token_p);
 int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p);
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p);
 int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_p);
@@ -366,4 +381,6 @@ void kvx_space_query(const kvx_space *space, uint64_t *taken_p, uint64_t *larges
 const char *kvx_status_name(int status);
 void kvx_copy(void *target, const void *source, uint64_t length, uint64_t nt_bytes_min);
 uint32_t kvx_crc32c(uint32_t seed, const void *data, uint64_t length);
+/* Can tcp encrypt here? KVX_OK, or KVX_E_UNSUPPORTED and why not. */
+int kvx_encryption_probe(char *why, size_t why_size);
 void kvx_mac(const uint8_t *key, const void *data, uint64_t length, uint8_t *mac);

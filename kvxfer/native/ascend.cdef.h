@@ -6,6 +6,8 @@
 #define KVX_ASCEND_ALIGNMENT   2097152UL /* 2 MiB: of device memory that HIXL registers */
 #define KVX_ASCEND_REGIONS_MAX 253       /* registrations per HIXL engine: more do not fit one exchange */
 #define KVX_ASCEND_IPC_KEY_MAX 65
+#define KVX_ASCEND_IPC_ANYBODY 0
+#define KVX_ASCEND_IPC_NOBODY  -1
 #define KVX_ASCEND_COPIES_MAX  4096 /* entries of one batch copy */
 
 /* kvx_ascend_facts.optional */
@@ -75,12 +77,16 @@ typedef struct kvx_ascend_api {
     int (*stream_close)(int32_t device, void *stream, bool force, uint32_t *raw_p);
     int (*copy_batch)(int32_t device, void *stream, const kvx_ascend_copy *copies, uint32_t count, uint32_t *raw_p);
     int (*stream_poll)(int32_t device, void *stream, uint32_t *raw_p); /* KVX_OK all done, KVX_PENDING, or an error */
-    /* KVX_OK: nothing moves any more, and the stream is as new. KVX_E_TIMEOUT: the device does not say; leave the
-     * memory alone. */
+    /* KVX_OK: nothing moves any more, and the stream is as new. Anything else: leave the memory alone. KVX_E_TIMEOUT:
+     * the device does not say; other errors: it cannot be asked, it is lost, say. Ask again, or keep the memory for
+     * ever. */
     int (*stream_abort)(int32_t device, void *stream, uint32_t *raw_p);
-    /* Device memory for other processes of this host. pid 0: any process (pid check off). */
+    /* Device memory for other processes of this host: for that one, KVX_ASCEND_IPC_NOBODY yet, or
+     * KVX_ASCEND_IPC_ANYBODY (pid check off). */
     int (*ipc_export)(int32_t device, void *memory, uint64_t length, int32_t pid, char key[KVX_ASCEND_IPC_KEY_MAX],
                       uint32_t *raw_p);
+    /* That process may import it, too. */
+    int (*ipc_allow)(int32_t device, const char *key, int32_t pid, uint32_t *raw_p);
     int (*ipc_import)(int32_t device, const char *key, void **memory_p, uint32_t *raw_p);
     int (*ipc_close)(int32_t device, const char *key, uint32_t *raw_p);
 

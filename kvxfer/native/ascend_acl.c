@@ -328,7 +328,7 @@ static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *dev
 
 static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid, char key[KVX_ASCEND_IPC_KEY_MAX],
                       uint32_t *raw_p) {
-    if (!ACL.aclrtIpcMemGetExportKey || (pid != 0 && !ACL.aclrtIpcMemSetImportPid))
+    if (!ACL.aclrtIpcMemGetExportKey || (pid != KVX_ASCEND_IPC_ANYBODY && !ACL.aclrtIpcMemSetImportPid))
         return refuse(KVX_E_UNSUPPORTED, raw_p);
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
@@ -336,8 +336,8 @@ static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid
         return status;
     char fresh[KVX_ASCEND_IPC_KEY_MAX] = "";
     int raw = ACL.aclrtIpcMemGetExportKey(memory, (size_t)length, fresh, KVX_ASCEND_IPC_KEY_MAX,
-                                          pid == 0 ? IPC_ANY_PROCESS : 0);
-    if (raw == 0 && pid != 0) {
+                                          pid == KVX_ASCEND_IPC_ANYBODY ? IPC_ANY_PROCESS : 0);
+    if (raw == 0 && pid > 0) {
         raw = ACL.aclrtIpcMemSetImportPid(fresh, &pid, 1);
         if (raw != 0 && ACL.aclrtIpcMemClose)
             ACL.aclrtIpcMemClose(fresh);
@@ -349,6 +349,18 @@ static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid
     fresh[KVX_ASCEND_IPC_KEY_MAX - 1] = 0;
     memcpy(key, fresh, KVX_ASCEND_IPC_KEY_MAX);
     return KVX_OK;
+}
+
+static int ipc_allow(int32_t device, const char *key, int32_t pid, uint32_t *raw_p) {
+    if (!ACL.aclrtIpcMemSetImportPid)
+        return refuse(KVX_E_UNSUPPORTED, raw_p);
+    void *before;
+    int status = kvx_ascend_enter(device, &before, raw_p);
+    if (status != KVX_OK)
+        return status;
+    int raw = ACL.aclrtIpcMemSetImportPid(key, &pid, 1);
+    kvx_ascend_leave(before);
+    return kvx_ascend_acl_status(raw, raw_p);
 }
 
 static int ipc_import(int32_t device, const char *key, void **memory_p, uint32_t *raw_p) {
@@ -457,6 +469,7 @@ bool kvx_ascend_acl_bind(void *library, kvx_ascend_api *api, kvx_ascend_text *mi
     api->mem_free = mem_free;
     api->mem_query = mem_query;
     api->ipc_export = ipc_export;
+    api->ipc_allow = ipc_allow;
     api->ipc_import = ipc_import;
     api->ipc_close = ipc_close;
     api->last_error = last_error;

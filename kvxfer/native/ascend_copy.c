@@ -164,22 +164,25 @@ static int stream_poll(int32_t device, void *handle, uint32_t *raw_p) {
     return raw != 0 ? kvx_ascend_acl_status(raw, raw_p) : status;
 }
 
-/* Let the stream come to rest. KVX_OK: nothing moves; any status of a task that was aborted or failed is of no
- * interest. KVX_E_TIMEOUT: the device does not say. */
+/* Let the stream come to rest. KVX_OK: nothing moves. An error of the call may be one of a task that was aborted or
+ * failed, which is of no interest, or mean that nobody can tell (the card or the context is lost): so only the
+ * library's word that the stream is idle counts. It may come with the task's error. KVX_E_TIMEOUT: the device does not
+ * say. */
 static int rest(void *raw, uint32_t *raw_p) {
-    for (int round = 0; round < ABORT_ROUNDS; round++) {
-        int status = kvx_ascend_acl_status(synchronize(raw), raw_p);
-        if (status != KVX_E_TIMEOUT)
-            return KVX_OK;
+    int status = KVX_E_TIMEOUT;
+    for (int round = 0; round < ABORT_ROUNDS && status == KVX_E_TIMEOUT; round++) {
+        status = kvx_ascend_acl_status(synchronize(raw), raw_p);
         int32_t state = STREAM_NOT_READY;
-        if (ACL.aclrtStreamQuery(raw, &state) == 0 && state != STREAM_NOT_READY)
-            return KVX_OK;
+        if (status != KVX_OK)
+            ACL.aclrtStreamQuery(raw, &state);
+        if (state != STREAM_NOT_READY)
+            status = KVX_OK;
     }
-    return KVX_E_TIMEOUT;
+    return status;
 }
 
 /* An aborted or failed stream keeps its failure, so there is a new one afterwards. When the device does not come to
- * rest in SYNCHRONIZE_MS x ABORT_ROUNDS, the answer is KVX_E_TIMEOUT and the memory must stay as it is. */
+ * rest in SYNCHRONIZE_MS x ABORT_ROUNDS, or cannot be asked, the memory must stay as it is. */
 static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
     stream *box = handle;
     void *before;
@@ -192,9 +195,8 @@ static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
             ACL.aclrtStreamAbort(box->raw);
         status = rest(box->raw, raw_p);
         if (status == KVX_OK) {
-            int raw = destroy(box->raw, true);
+            kvx_ascend_acl_status(destroy(box->raw, true), raw_p); /* or it stays: nothing moves on it */
             box->raw = NULL;
-            status = kvx_ascend_acl_status(raw, raw_p);
         }
     }
     if (status == KVX_OK) {

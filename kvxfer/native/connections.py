@@ -13,10 +13,14 @@ from kvxfer.native.status import Status, error_for
 class Connections(Life):
     """A part of `Engine`: peers and imports."""
 
-    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
-        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`."""
+    def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
+        """Start to connect; a peer handle and the future of its outcome. A failed one needs no `close_peer`.
+
+        ``secret``: what goes with the endpoint of an engine that encrypts, see `TransportInfo.secret`.
+        """
         engine = self._require_loop()
-        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), self._id_p, self._token_p)
+        told = ffi.NULL if secret is None else ffi.new("uint8_t[32]", secret)
+        status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), told, self._id_p, self._token_p)
         if status != 0:
             raise error_for(status, what="connect", endpoint=endpoint)
         return self._id_p[0], self._future(self._token_p[0])
@@ -35,16 +39,28 @@ class Connections(Life):
         return self._future(self._token_p[0])
 
     def import_(
-        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes
+        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes, mapped: bool = False
     ) -> tuple[int, asyncio.Future[Event]]:
-        """Start to make a remote grant usable; an import handle and the future of its outcome."""
+        """Start to make a remote grant usable; an import handle and the future of its outcome. ``mapped``: a device's
+        memory for `device_mapping`, or it fails.
+        """
         engine = self._require_loop()
         remote = ffi.new("kvx_remote *", {"grant": grant, "generation": generation, "length": length, "access": access})
-        remote.key = key
+        remote.key, remote.flags = key, int(mapped)
         status = lib.kvx_mem_import(engine, peer, remote, self._id_p, self._token_p)
         if status != 0:
             raise error_for(status, what="import", grant=grant)
         return self._id_p[0], self._future(self._token_p[0])
+
+    def device_mapping(self, import_: int) -> tuple[int, int] | None:
+        """Of memory on a device that was imported with ``mapped``: its address, and the number of the device here that
+        may use it. None when the import is of host memory, or not mapped.
+        """
+        info = ffi.new("kvx_import_info *")
+        status = lib.kvx_import_query(self._mine(), import_, info)
+        if status != 0:
+            raise error_for(status, what="device_mapping")
+        return (int(info.address), int(info.device)) if info.address and info.device >= 0 else None
 
     def mapping(self, import_: int) -> memoryview | None:
         """The imported memory itself, read-only unless the grant allows writes; None when the transport cannot map.

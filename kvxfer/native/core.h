@@ -43,6 +43,7 @@ typedef struct grant_box {
     bool lost_queued;                  /* a GRANT_LOST waits in the ring */
     struct grant_box *call_next;       /* of those whose mem_release(grant) is still to be called */
     struct grant_box *previous, *next; /* of the region */
+    kvx_grant_link links[];            /* one per slot */
 } grant_box;
 
 enum region_state { REGION_REGISTERING, REGION_LIVE, REGION_RELEASING };

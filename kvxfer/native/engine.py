@@ -58,6 +58,12 @@ __all__ = [
 NOTIFY, CHECK = 1, 2
 
 
+def encryption_missing() -> str:
+    """Why tcp could not encrypt on this machine; empty when it could."""
+    why = ffi.new("char[512]")
+    return "" if lib.kvx_encryption_probe(why, 512) == 0 else ffi.string(why).decode("utf-8", "replace")
+
+
 class Engine(Memory, Connections, Notes):
     """One native engine. Opens in the constructor; raises `TransportUnavailable` or `ConfigError` with the reason."""
 

@@ -24,8 +24,17 @@ SAME_NUMBERS = (
 NUMBERS = (*SAME_NUMBERS, "tcp_port", "hixl_port", "hixl_engine_port", "connect_ms", "handshake_ms", "cancel_ms")
 FROM_CONFIG = (
     *SAME_NUMBERS,
-    *("transports", "tcp_congestion", "fault_spec", "cross_memory_attach", "hugepages", "socket_dir", "numa_node"),
-    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc"),
+    *(
+        "transports",
+        "tcp_congestion",
+        "tcp_encryption",
+        "fault_spec",
+        "cross_memory_attach",
+        "hugepages",
+        "socket_dir",
+        "numa_node",
+    ),
+    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc", "tcp_zero_copy"),
 )
 
 
@@ -66,7 +75,8 @@ class EventKind(IntEnum):
 class Caps:
     """Bits of `TransportInfo.caps`."""
 
-    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN = 1, 2, 4, 8, 16, 32, 64, 128
+    PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN, ENCRYPTED = 1, 2, 4, 8, 16, 32, 64, 128, 256
+    MAP_HBM = 512
 
 
 class ChoiceKind(IntEnum):
@@ -116,6 +126,7 @@ class EngineConfig:
     tcp_congestion: str = "reno"
     tcp_threads: int = 2
     tcp_streams: int = 2
+    tcp_encryption: str = "off"
     hixl_bind: str = "127.0.0.1"
     hixl_port: int = 0
     hixl_engine_port: int = 0
@@ -144,13 +155,16 @@ class EngineConfig:
     cross_memory_attach: bool = True
     hugepages: bool = True
     numa_node: str = ""  # of its threads: a number, "auto", or "" for any
+    tcp_zero_copy: bool = True  # puts lend their pages to the kernel
     device_ipc: bool = True  # map device memory of other processes of this host
 
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
-        attach, huge, ipc = self.cross_memory_attach, self.hugepages, self.device_ipc
-        return int(self.manual) | (0 if attach else 2) | (0 if huge else 4) | (0 if ipc else 8)
+        allowed = (self.cross_memory_attach, self.hugepages, self.device_ipc)
+        forbidden = sum(2 << bit for bit, it_is in enumerate(allowed) if not it_is)
+        encrypt, copy = 16 * (self.tcp_encryption == "on"), 32 * (not self.tcp_zero_copy)
+        return int(self.manual) | forbidden | encrypt | copy
 
     def fill(self, ffi: Any, native: Any) -> list[Any]:
         """Write into a ``kvx_engine_config``; the result keeps its strings alive."""
@@ -201,6 +215,7 @@ class TransportInfo:
     copies_per_byte: float
     memory: int
     local_memory: int
+    secret: bytes | None = field(default=None, repr=False)  # what a peer needs beside the endpoint
 
     @property
     def can_put(self) -> bool:
@@ -221,8 +236,12 @@ class TransportInfo:
 
     @property
     def can_map(self) -> bool:
-        """An import can be mapped: read in place, without a copy."""
-        return bool(self.caps & Caps.MAP)
+        """An import of host memory can be mapped."""
+        return self.maps(MemoryKind.DRAM)
+
+    def maps(self, kind: MemoryKind) -> bool:
+        """An import of this kind of memory can be mapped: read in place, without a copy."""
+        return bool(self.caps & (Caps.MAP_HBM if kind is MemoryKind.HBM else Caps.MAP))
 
     @property
     def same_host(self) -> bool:
@@ -232,6 +251,11 @@ class TransportInfo:
     def can_check(self) -> bool:
         """Transfers can be checksummed end to end."""
         return bool(self.caps & Caps.CHECK)
+
+    @property
+    def encrypted(self) -> bool:
+        """What it sends to other hosts is encrypted."""
+        return bool(self.caps & Caps.ENCRYPTED)
 
     @property
     def own_engine(self) -> bool:

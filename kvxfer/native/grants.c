@@ -22,7 +22,7 @@ int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint6
     if (length == 0 || __builtin_add_overflow(offset, length, &end)) {
         return KVX_E_LENGTH;
     }
-    grant_box *box = calloc(1, sizeof(*box));
+    grant_box *box = calloc(1, sizeof(*box) + core->slot_count * sizeof(box->links[0]));
     if (box == NULL) {
         return KVX_E_NOMEM;
     }
@@ -61,6 +61,10 @@ int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint6
         free(box);
     }
     return status;
+}
+
+kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot) {
+    return &((grant_box *)grant)->links[slot];
 }
 
 /* -- revoking ------------------------------------------------------------------------------------------------ */

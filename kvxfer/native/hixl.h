@@ -1,5 +1,5 @@
 /* hixl.h: private to the hixl transport (transport_hixl.c hixl_side.c hixl_owner.c hixl_peer.c hixl_device.c
- * hixl_link.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
+ * hixl_link.c hixl_map.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
  *
  * Two ways lead to a peer. The side link is a TCP connection of ours with the framing and the key proofs of stream.h:
  * it says where a grant lies, takes it back, announces what arrived, and answers when asked whether its process is
@@ -97,10 +97,12 @@ struct hixl_device {
     uint64_t version;
     hixl_xfer *inbox_first, *inbox_last;
     struct hixl_call *returned;
+    struct hixl_import *views; /* that are to be mapped for the application, are, or are to be no more */
 
     /* the device's thread */
     hixl_link *links;
     uint32_t link_count;
+    struct hixl_map *maps; /* memory of other processes, each piece once */
     uint32_t batches;
     uint64_t due_ms;
     bool moved; /* in this turn: something was submitted or completed */
@@ -115,6 +117,8 @@ typedef enum hixl_route { HIXL_BY_NETWORK, HIXL_BY_COPY } hixl_route;
 typedef struct hixl_map {
     char key[80];
     uint8_t *base;
+    uint32_t users; /* links and views */
+    struct hixl_map *next;
 } hixl_map;
 
 typedef struct hixl_batch {
@@ -131,14 +135,14 @@ struct hixl_link {
     hixl_peer *copier;             /* by copy: whose it is alone, so that what is mapped goes before its side link */
     char remote[HIXL_ENGINE_TEXT]; /* HIXL's engine; or the name of the process and device */
     int32_t physical;              /* the other side's device */
-    uint64_t epoch;
+    uint64_t epoch, heard;         /* of the latest LOCATION with this name: only its process is there */
     hixl_machine machine;
     hixl_pace pace;
     struct hixl_call *call;                 /* that is out */
     uint64_t local_version, remote_version; /* of memory that the connection knows */
     uint64_t known_version;                 /* of the other side's, from LOCATION */
     void *stream;                           /* by copy */
-    hixl_map maps[HIXL_MAPS_MAX];
+    hixl_map *maps[HIXL_MAPS_MAX];
     uint32_t map_count;
     hixl_xfer *first;                /* all transfers of the link */
     hixl_xfer *run_first, *run_last; /* those with something to submit, the next one to be served first */
@@ -215,7 +219,8 @@ struct hixl_conn {
     uint8_t nonce[KVX_NONCE_BYTES];
     uint32_t key_failures;
     bool proved, counted, said_bye;
-    bool held; /* acceptor: held_frame waits for room in the notification queue */
+    bool inside; /* dialler: it leads to a listener of this process */
+    bool held;   /* acceptor: held_frame waits for room in the notification queue */
     kvx_frame held_frame;
     uint8_t held_key[KVX_KEY_BYTES];
     kvx_table attached; /* acceptor, hixl->lock: handle -> hixl_attach */
@@ -239,8 +244,13 @@ typedef struct hixl_attach {
     uint8_t key[KVX_KEY_BYTES];
     kvx_grant *revoked;
     bool asked;
+    bool opening;                        /* its LOCATION has not been sent: a REVOKE comes after it */
     struct hixl_attach *previous, *next; /* of the same grant */
 } hixl_attach;
+
+/* The application's look at memory of another process. The device's thread maps and unmaps it; until it is unmapped,
+ * the import answers no REVOKE and its side link stays open. */
+typedef enum hixl_view { HIXL_UNSEEN, HIXL_TO_MAP, HIXL_SEEN, HIXL_TO_UNMAP } hixl_view;
 
 typedef struct hixl_import {
     kvx_import *import; /* NULL once the core let go of it */
@@ -248,11 +258,15 @@ typedef struct hixl_import {
     uint64_t handle;
     uint8_t key[KVX_KEY_BYTES];
     hixl_location location;
-    bool pending;                       /* import_done is still to come */
-    bool attached;                      /* the owner counts us */
-    int shut;                           /* not KVX_OK: no op may use it any more, and why */
-    bool asked_back;                    /* REVOKE came */
-    uint32_t users;                     /* ops whose bytes may move */
+    uint64_t heard;  /* when it was: numbers all LOCATIONs */
+    bool pending;    /* import_done is still to come */
+    bool attached;   /* the owner counts us */
+    int shut;        /* not KVX_OK: no op may use it any more, and why */
+    bool asked_back; /* REVOKE came */
+    uint32_t users;  /* ops whose bytes may move */
+    hixl_view view;
+    hixl_map *mapped; /* for the view; the device's thread */
+    struct hixl_import *view_next;
     hixl_link *links[HIXL_DEVICES_MAX]; /* [d] belongs to device d's thread */
     struct hixl_import *previous, *next;
 } hixl_import;
@@ -272,7 +286,7 @@ struct hixl_peer {
     uint32_t ops;       /* not completed */
     uint64_t pings, pongs;
     int pong_status;     /* of the last one */
-    uint32_t copy_links; /* they may have memory of the owner mapped: the socket closes after them */
+    uint32_t copy_links; /* and views: they may have memory of the owner mapped, the socket closes after them */
     hixl_link **links;   /* that it uses */
     uint32_t link_count, link_room;
     bool todo_queued;
@@ -287,9 +301,12 @@ struct hixl_transport {
     kvx_transport_counters *counters;
     const kvx_ascend_api *api;
     uint8_t boot_id[16];
+    uint32_t pid; /* of this process as drivers number them; 0 = not known */
     uint64_t epoch;
     char host[64]; /* hixl_bind, as it stands before ":port" */
     char endpoint[KVX_ENDPOINT_MAX];
+    struct sockaddr_storage listens; /* where */
+    hixl_transport *next_here;       /* those of this process that listen */
     int epoll_fd, wake_fd, listen_fd;
     uint32_t device_count;
     hixl_device devices[HIXL_DEVICES_MAX];
@@ -300,12 +317,16 @@ struct hixl_transport {
     hixl_peer *todo;
     hixl_conn *graveyard;
     uint32_t accepted, unproved;
+    uint64_t locations; /* that peers told us */
     bool accept_paused, closing, stuck;
     uint64_t accept_retry_ms, deadline_ms;
 };
 
 /* hixl_side.c: sockets and frames. With the lock held unless said otherwise. */
 int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size);
+void kvx_hixl_listen_end(hixl_transport *hixl);
+/* Does an engine of this process listen there? */
+bool kvx_hixl_inside(const struct sockaddr_storage *address);
 /* A free port on our address, for one of HIXL's listeners. 0 = none. */
 uint32_t kvx_hixl_free_port(const hixl_transport *hixl);
 hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd);
@@ -343,7 +364,9 @@ void kvx_hixl_peer_todo(hixl_peer *peer);                           /* on the si
 void kvx_hixl_todo(hixl_peer *peer);                                /* with the lock held */
 void kvx_hixl_peers_woken(hixl_transport *hixl);                    /* the core woke us: look for cancelled ones */
 void kvx_hixl_peers_close(hixl_transport *hixl);
-void kvx_hixl_notify(hixl_xfer *xfer);                    /* with the lock held: the bytes are there, tell the owner */
+void kvx_hixl_notify(hixl_xfer *xfer); /* with the lock held: the bytes are there, tell the owner */
+/* With the lock held, when the core has let go of it and nothing is mapped: the owner is told, and it is freed. */
+void kvx_hixl_import_end(hixl_import *import);
 void kvx_hixl_import_leave(hixl_import *import);          /* with the lock held: an op's bytes move no more */
 bool kvx_hixl_link_use(hixl_peer *peer, hixl_link *link); /* with the lock held; false = out of memory */
 
@@ -362,7 +385,6 @@ void kvx_hixl_link_want(hixl_link *link, uint64_t now_ms);
 /* `broken`: it failed; otherwise it has to be made anew, or nobody wants it. */
 void kvx_hixl_link_fail(hixl_link *link, uint64_t now_ms, bool broken);
 void kvx_hixl_link_turn(hixl_link *link, uint64_t now_ms); /* answers to pings, and time */
-int kvx_hixl_link_map(hixl_link *link, const hixl_location *location, uint64_t *address_p);
 void kvx_hixl_calls_returned(hixl_device *device, uint64_t now_ms);
 bool kvx_hixl_link_over(const hixl_link *link); /* with the lock held: nobody needs it and nothing is out */
 void kvx_hixl_link_free(hixl_link *link);
@@ -372,6 +394,15 @@ uint32_t kvx_hixl_zombies(void);
 /* A thread that nobody waits for. */
 bool kvx_hixl_thread(void *(*run)(void *), void *argument);
 uint64_t kvx_hixl_process(void); /* a number that only this process has */
+
+/* hixl_map.c; on the device's thread unless said otherwise */
+int kvx_hixl_link_map(hixl_link *link, const hixl_location *location, uint64_t *address_p);
+void kvx_hixl_maps_drop(hixl_link *link); /* all that the link uses */
+/* On the side thread, with the lock held: map it, and answer the import. */
+void kvx_hixl_view_begin(hixl_import *import);
+void kvx_hixl_view_end(hixl_import *import); /* with the lock held: the application looks no more */
+void kvx_hixl_views_turn(hixl_device *device);
+void kvx_hixl_views_close(hixl_device *device); /* in close */
 
 /* hixl_xfer.c */
 int kvx_hixl_submit(void *transport, kvx_op *op);

@@ -56,6 +56,8 @@ static void boot_id_read(uint8_t boot_id[16]) {
 int kvx_hixl_devices_open(hixl_transport *hixl, char *why, size_t why_size) {
     boot_id_read(hixl->boot_id);
     kvx_random(&hixl->epoch, sizeof hixl->epoch);
+    int32_t pid = 0;
+    hixl->pid = hixl->api->process_id(&pid, NULL) == KVX_OK && pid > 0 ? (uint32_t)pid : 0;
     hixl->device_count = hixl->api->facts.devices < HIXL_DEVICES_MAX ? hixl->api->facts.devices : HIXL_DEVICES_MAX;
     for (uint32_t i = 0; i < hixl->device_count; i++) {
         hixl_device *device = &hixl->devices[i];
@@ -175,7 +177,8 @@ static int arena_add(hixl_device *device, const kvx_region *region) {
         return status;
     }
     if (arena->where == KVX_ASCEND_DEVICE && !(hixl->config->flags & KVX_ENGINE_NO_IPC) &&
-        hixl->api->ipc_export(device->index, arena->base, arena->length, 0, arena->key, &raw) != KVX_OK) {
+        hixl->api->ipc_export(device->index, arena->base, arena->length, KVX_ASCEND_IPC_NOBODY, arena->key, &raw) !=
+            KVX_OK) {
         arena->key[0] = '\0'; /* neighbours come by HIXL then, like everybody */
     }
     pthread_mutex_lock(&hixl->lock);

@@ -319,55 +319,20 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
             return KVX_E_NOMEM;
         }
         import->links[device->index] = link;
-        link->physical = location->physical;
-        if (link->epoch != location->epoch) { /* another process answers to that name now */
-            link->epoch = location->epoch;
-            link->known_version = 0;
-            kvx_hixl_link_fail(link, kvx_now_ms(), false);
+        if (import->heard > link->heard) {
+            link->heard = import->heard;
+            link->physical = location->physical;
+            if (link->epoch != location->epoch) { /* another process answers to that name now */
+                link->epoch = location->epoch;
+                link->known_version = 0;
+                kvx_hixl_link_fail(link, kvx_now_ms(), false);
+            }
         }
-        link->known_version = location->known > link->known_version ? location->known : link->known_version;
+        if (link->epoch == location->epoch && location->known > link->known_version) {
+            link->known_version = location->known;
+        }
     }
     *link_p = link;
-    return KVX_OK;
-}
-
-/* -- memory of neighbours -------------------------------------------------------------------------------------------
- */
-
-static void maps_drop(hixl_link *link) {
-    hixl_device *device = link->device;
-    while (link->map_count > 0) {
-        (void)device->hixl->api->ipc_close(device->index, link->maps[--link->map_count].key, NULL);
-    }
-}
-
-/* Where the grant begins for copies of this device. */
-int kvx_hixl_link_map(hixl_link *link, const hixl_location *location, uint64_t *address_p) {
-    hixl_device *device = link->device;
-    if (location->process == kvx_hixl_process()) {
-        *address_p = location->address;
-        return KVX_OK;
-    }
-    void *base = NULL;
-    for (uint32_t i = 0; i < link->map_count && base == NULL; i++) {
-        base = strcmp(link->maps[i].key, location->key) == 0 ? link->maps[i].base : NULL;
-    }
-    if (base == NULL) {
-        if (link->map_count == HIXL_MAPS_MAX) {
-            if (link->live != 0) {
-                return KVX_AGAIN;
-            }
-            maps_drop(link);
-        }
-        int status = device->hixl->api->ipc_import(device->index, location->key, &base, NULL);
-        if (status != KVX_OK) {
-            return status;
-        }
-        hixl_map *map = &link->maps[link->map_count++];
-        memcpy(map->key, location->key, sizeof map->key);
-        map->base = base;
-    }
-    *address_p = (uint64_t)(uintptr_t)base + location->arena_offset;
     return KVX_OK;
 }
 
@@ -401,7 +366,7 @@ void kvx_hixl_link_free(hixl_link *link) {
     *at = link->next;
     device->link_count--;
     if (link->machine.state == HIXL_DOWN) { /* otherwise its stream may still use them */
-        maps_drop(link);
+        kvx_hixl_maps_drop(link);
         mapped_no_more(link);
     }
     free(link);

@@ -141,6 +141,29 @@ static void untell(hixl_conn *conn) {
     }
 }
 
+/* Is the key of this arena for whoever asks: a process of this host, that says which one? */
+static hixl_arena *key_for(hixl_conn *conn, const kvx_region *region) {
+    hixl_transport *hixl = conn->hixl;
+    bool neighbour = memcmp(kvx_rx_units(&conn->rx), hixl->boot_id, sizeof hixl->boot_id) == 0;
+    if (!neighbour || conn->rx.frame.segment == 0 || hixl->config->flags & KVX_ENGINE_NO_IPC) {
+        return NULL;
+    }
+    hixl_arena *arena = (hixl_arena *)(uintptr_t)kvx_hixl_arena_of(kvx_hixl_device_of(hixl, region), region);
+    return arena != NULL && arena->key[0] != '\0' ? arena : NULL;
+}
+
+/* With the lock held, which is let go meanwhile: the driver admits that process alone. The access keeps the arena. */
+static bool admit(hixl_conn *conn, hixl_attach *attach, const kvx_access *access, const char *key) {
+    hixl_transport *hixl = conn->hixl;
+    const hixl_device *device = kvx_hixl_device_of(hixl, access->grant->region);
+    attach->opening = true;
+    pthread_mutex_unlock(&hixl->lock);
+    int status = hixl->api->ipc_allow(device->index, key, (int32_t)conn->rx.frame.segment, NULL);
+    pthread_mutex_lock(&hixl->lock);
+    attach->opening = false;
+    return status == KVX_OK;
+}
+
 static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *location) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
@@ -153,16 +176,25 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     if (status == KVX_OK && !attach_new(conn, frame, access->grant)) {
         status = KVX_E_NOMEM;
     }
-    hixl_arena *arena = NULL;
-    bool neighbour = memcmp(kvx_rx_units(&conn->rx), hixl->boot_id, sizeof hixl->boot_id) == 0;
-    if (status == KVX_OK && neighbour && !(hixl->config->flags & KVX_ENGINE_NO_IPC)) {
-        const kvx_region *region = access->grant->region;
-        arena = (hixl_arena *)(uintptr_t)kvx_hixl_arena_of(kvx_hixl_device_of(hixl, region), region);
-    }
-    if (arena != NULL && arena->key[0] != '\0' && tell(conn, arena)) {
-        memcpy(location->key, arena->key, sizeof arena->key);
+    hixl_arena *arena = status == KVX_OK ? key_for(conn, access->grant->region) : NULL;
+    bool admitted = arena != NULL && kvx_table_get(&conn->told, arena->id) != NULL;
+    if (arena != NULL && tell(conn, arena)) {
+        char key[sizeof arena->key];
+        memcpy(key, arena->key, sizeof key);
+        if (admitted || admit(conn, kvx_table_get(&conn->attached, frame->op), access, key)) {
+            memcpy(location->key, key, sizeof key);
+        } else { /* it goes another way */
+            kvx_table_remove(&conn->told, arena->id);
+            arena->told--;
+        }
     }
     return status;
+}
+
+static void ask_back(hixl_attach *attach) {
+    kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle, .grant = attach->grant};
+    attach->asked = true;
+    kvx_hixl_send(attach->conn, &frame, attach->key, NULL);
 }
 
 static bool on_attach(hixl_conn *conn) {
@@ -195,6 +227,10 @@ static bool on_attach(hixl_conn *conn) {
             kvx_hixl_location_encode(&location, units);
             kvx_frame answer = {.type = KVX_FRAME_LOCATION, .op = frame->op, .segments = HIXL_LOCATION_UNITS};
             kvx_hixl_send(conn, &answer, key, units);
+            hixl_attach *attach = kvx_table_get(&conn->attached, frame->op);
+            if (attach->revoked != NULL && !attach->asked) {
+                ask_back(attach);
+            }
         } else {
             acknowledge(conn, frame->op, status, key);
         }
@@ -208,18 +244,14 @@ static bool on_attach(hixl_conn *conn) {
 
 /* -- revoke ------------------------------------------------------------------------------------------------------- */
 
-static void ask_back(hixl_attach *attach) {
-    kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle, .grant = attach->grant};
-    attach->asked = true;
-    kvx_hixl_send(attach->conn, &frame, attach->key, NULL);
-}
-
 int kvx_hixl_owner_revoke(hixl_transport *hixl, kvx_grant *grant) {
     pthread_mutex_lock(&hixl->lock);
     hixl_attach *first = kvx_table_get(&hixl->grants, grant->id);
     for (hixl_attach *at = first; at != NULL; at = at->next) {
         at->revoked = grant;
-        ask_back(at);
+        if (!at->opening) {
+            ask_back(at);
+        }
     }
     pthread_mutex_unlock(&hixl->lock);
     return first == NULL ? KVX_OK : KVX_PENDING;

@@ -3,6 +3,7 @@
  *
  * A lost connection is closed only when nothing of ours moves any more: its end is what tells the owner. */
 #include "hixl.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -59,7 +60,8 @@ static void dial(hixl_peer *peer) {
         connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
         return;
     }
-    int fd = socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    bool inside = kvx_hixl_inside(&peer->address); /* before: whoever comes to listen there later is somebody else */
+    int fd = kvx_owned(socket(peer->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     int error = fd < 0 ? errno : 0;
     hixl_conn *conn = fd < 0 ? NULL : kvx_hixl_conn_new(hixl, KVX_STREAM_SIDE_DIALLER, fd);
     if (conn != NULL && connect(fd, (const struct sockaddr *)&peer->address, peer->address_length) != 0 &&
@@ -81,6 +83,7 @@ static void dial(hixl_peer *peer) {
         return;
     }
     conn->peer = peer;
+    conn->inside = inside;
     conn->deadline_ms = kvx_now_ms() + hixl->config->connect_ms;
     kvx_hixl_deadline(hixl, conn->deadline_ms);
     pthread_mutex_lock(&hixl->lock);
@@ -317,6 +320,7 @@ int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
         kvx_frame frame = {.type = KVX_FRAME_ATTACH,
                            .op = import->handle,
                            .segments = 1,
+                           .segment = hixl->pid,
                            .grant = kvx->remote.grant,
                            .generation = kvx->remote.generation,
                            .tag = kvx->remote.access,
@@ -338,7 +342,7 @@ static void send_about(hixl_import *import, uint8_t type) {
 
 /* With the lock held: was it asked for, and does nothing of ours use it any more? */
 static void give_back(hixl_import *import) {
-    if (import->asked_back && import->users == 0 && import->attached) {
+    if (import->asked_back && import->users == 0 && import->view == HIXL_UNSEEN && import->attached) {
         send_about(import, KVX_FRAME_QUIET);
     }
 }
@@ -359,10 +363,18 @@ static bool on_location(hixl_conn *conn) {
         import->attached = true;
         bool sound = kvx_hixl_location_decode(&import->location, kvx_rx_units(&conn->rx), conn->rx.frame.segments) &&
                      import->location.length >= import->import->remote.length;
+        import->heard = ++hixl->locations;
+        if (!conn->inside) { /* addresses of ours are not for others to name */
+            import->location.process = 0;
+        }
         if (!sound) {
             send_about(import, KVX_FRAME_DETACH);
         }
-        kvx_import_done(import->import, sound ? KVX_OK : KVX_E_VERSION, 0);
+        if (sound && import->import->remote.flags & KVX_REMOTE_MAP) {
+            kvx_hixl_view_begin(import);
+        } else {
+            kvx_import_done(import->import, sound ? KVX_OK : KVX_E_VERSION, 0);
+        }
     }
     pthread_mutex_unlock(&hixl->lock);
     return good || import == NULL;
@@ -390,10 +402,8 @@ static bool on_revoke(hixl_conn *conn) {
     return good;
 }
 
-static int import_close(hixl_peer *peer, hixl_import *import) {
-    hixl_transport *hixl = peer->hixl;
-    pthread_mutex_lock(&hixl->lock);
-    KVX_ASSERT(import->users == 0);
+void kvx_hixl_import_end(hixl_import *import) {
+    hixl_peer *peer = import->peer;
     if (import->attached) {
         send_about(import, KVX_FRAME_DETACH);
     }
@@ -406,8 +416,21 @@ static int import_close(hixl_peer *peer, hixl_import *import) {
     if (import->next != NULL) {
         import->next->previous = import->previous;
     }
-    pthread_mutex_unlock(&hixl->lock);
     free(import);
+}
+
+static int import_close(hixl_peer *peer, hixl_import *import) {
+    hixl_transport *hixl = peer->hixl;
+    pthread_mutex_lock(&hixl->lock);
+    KVX_ASSERT(import->users == 0 && import->view != HIXL_TO_MAP);
+    import->import = NULL;
+    kvx_table_remove(&peer->by_handle, import->handle);
+    if (import->view == HIXL_UNSEEN) {
+        kvx_hixl_import_end(import);
+    } else {
+        kvx_hixl_view_end(import); /* and then the same */
+    }
+    pthread_mutex_unlock(&hixl->lock);
     return KVX_OK;
 }
 
@@ -421,6 +444,12 @@ int kvx_hixl_peer_close(void *transport, kvx_peer *kvx, kvx_import *import) {
     }
     pthread_mutex_lock(&hixl->lock);
     peer->closing = true;
+    for (hixl_import *seen = peer->imports; seen != NULL; seen = seen->next) {
+        if (seen->view == HIXL_SEEN) {
+            seen->import = NULL;
+            kvx_hixl_view_end(seen);
+        }
+    }
     kvx_hixl_todo(peer);
     kvx_hixl_devices_wake(hixl);
     pthread_mutex_unlock(&hixl->lock);

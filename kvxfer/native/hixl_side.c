@@ -10,11 +10,17 @@
 #include <unistd.h>
 
 #include "hixl.h"
+#include "forks.h"
 #include "tcp.h" /* for its addresses */
 
 #define BACKLOG       256
 #define ACCEPTS_MAX   64
 #define TX_ROOM_FIRST 1024
+
+/* Engines of this process that listen. Two of them may copy by plain addresses; whether the other end of a side link is
+ * one of them is not taken from what it says. */
+static pthread_mutex_t here_lock = PTHREAD_MUTEX_INITIALIZER;
+static hixl_transport *here;
 
 /* -- addresses ---------------------------------------------------------------------------------------------------- */
 
@@ -38,13 +44,23 @@ static uint32_t port_of(const struct sockaddr_storage *address) {
                                           : ntohs(((const struct sockaddr_in *)address)->sin_port);
 }
 
+static bool same_place(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
+    if (a->ss_family != b->ss_family || port_of(a) != port_of(b)) {
+        return false;
+    }
+    return a->ss_family == AF_INET6
+               ? memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr, &((const struct sockaddr_in6 *)b)->sin6_addr,
+                        sizeof(struct in6_addr)) == 0
+               : ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
+}
+
 static int bound(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address, socklen_t *length_p) {
     int one = 1;
     if (address_of(hixl, port, address, length_p) != KVX_OK) {
         errno = EINVAL;
         return -1;
     }
-    int fd = socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (fd < 0) {
         return -1;
     }
@@ -85,7 +101,36 @@ int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
     }
     kvx_tcp_address_format(&address, hixl->endpoint, sizeof hixl->endpoint);
     hixl->listen_fd = fd;
+    hixl->listens = address;
+    pthread_mutex_lock(&here_lock);
+    hixl->next_here = here;
+    here = hixl;
+    pthread_mutex_unlock(&here_lock);
     return KVX_OK;
+}
+
+void kvx_hixl_listen_end(hixl_transport *hixl) {
+    if (hixl->listen_fd < 0) {
+        return;
+    }
+    pthread_mutex_lock(&here_lock);
+    hixl_transport **at = &here;
+    while (*at != hixl) {
+        at = &(*at)->next_here;
+    }
+    *at = hixl->next_here;
+    pthread_mutex_unlock(&here_lock);
+    close(hixl->listen_fd); /* after: somebody else may listen there next */
+}
+
+bool kvx_hixl_inside(const struct sockaddr_storage *address) {
+    bool found = false;
+    pthread_mutex_lock(&here_lock);
+    for (const hixl_transport *at = here; at != NULL && !found; at = at->next_here) {
+        found = same_place(&at->listens, address);
+    }
+    pthread_mutex_unlock(&here_lock);
+    return found;
 }
 
 static void tune(int fd) {
@@ -285,7 +330,7 @@ void kvx_hixl_accept(hixl_transport *hixl) {
             listen_arm(hixl, false);
             return;
         }
-        int fd = accept4(hixl->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(hixl->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }
@@ -508,7 +553,7 @@ bool kvx_hixl_location_decode(hixl_location *location, const uint8_t *units, uin
         location->key[sizeof location->key - 1] == '\0' && location->engine[sizeof location->engine - 1] == '\0';
     bool mapped = terminated && location->key[0] != '\0';
     return terminated && (location->kind == KVX_MEM_HBM || location->kind == KVX_MEM_PINNED) && location->length != 0 &&
-           !__builtin_add_overflow(location->address, location->length, &end) &&
+           !__builtin_add_overflow(location->address, location->length, &end) && location->version <= location->known &&
            (!mapped || (location->arena_offset <= location->arena_length &&
                         location->length <= location->arena_length - location->arena_offset)) &&
            kvx_tcp_address_parse(location->engine, &address, &length) == KVX_OK;

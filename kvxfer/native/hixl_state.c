@@ -101,7 +101,8 @@ static uint32_t disconnect_returned(hixl_machine *machine, uint64_t now_ms, int 
         machine->again = true;
         back_off(machine);
         machine->due_ms = now_ms + machine->backoff_ms;
-        return 0;
+        bool lost = status == KVX_E_DEVICE || status == KVX_E_NO_CONTEXT || status == KVX_E_NO_DEVICE;
+        return lost ? refuse(machine, KVX_E_DEVICE) : 0; /* what has not begun need not wait for the card */
     }
     bool settles = machine->unsettled;
     if (machine->broken || machine->state == HIXL_ZOMBIE) {

@@ -386,8 +386,10 @@ static void serve(hixl_link *link, uint64_t now_ms) {
     while (link->machine.state == HIXL_UP && link->run_first != NULL && !full && !broken &&
            link->live_bytes < link->window && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
         hixl_xfer *xfer = link->run_first;
-        if (atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed)) {
-            fail(xfer, KVX_E_CANCELLED, -1);
+        bool cancelled = atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed);
+        if (cancelled ||
+            xfer->import->location.epoch != link->epoch) { /* its addresses are of a process that is gone */
+            fail(xfer, cancelled ? KVX_E_CANCELLED : KVX_E_PEER_LOST, -1);
             step(xfer);
             continue;
         }
@@ -597,6 +599,7 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     if (woken) {
         inbox_take(device);
         kvx_hixl_calls_returned(device, now_ms);
+        kvx_hixl_views_turn(device);
         retire(device, now_ms);
     }
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
@@ -674,4 +677,5 @@ void kvx_hixl_xfers_close(hixl_device *device) {
     while (device->links != NULL) {
         kvx_hixl_link_free(device->links);
     }
+    kvx_hixl_views_close(device);
 }

@@ -20,7 +20,7 @@ from typing import Any
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
 from kvxfer.memory import numa
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.facts import EngineConfig, Event, TransportInfo
+from kvxfer.native.facts import Caps, EngineConfig, Event, TransportInfo
 from kvxfer.native.status import Status
 from kvxfer.native.views import Views
 
@@ -172,6 +172,7 @@ class Life:
                     copies_per_byte=info.copies_x100 / 100,
                     memory=info.memory,
                     local_memory=info.local_memory,
+                    secret=bytes(info.secret) if info.caps & Caps.ENCRYPTED else None,
                 )
             )
         return found

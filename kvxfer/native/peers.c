@@ -43,8 +43,8 @@ static bool answer_import(kvx_core *core, import_box *box, int status, int sys_e
 
 /* -- peers ------------------------------------------------------------------------------------------------------ */
 
-int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, uint64_t *peer_p,
-                     uint64_t *token_p) {
+int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoint, const uint8_t *secret,
+                     uint64_t *peer_p, uint64_t *token_p) {
     kvx_core *core = &engine->core;
     if (endpoint == NULL || endpoint[0] == '\0' || strlen(endpoint) >= KVX_ENDPOINT_MAX) {
         return KVX_E_INVALID;
@@ -68,6 +68,10 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
         id = box->peer.id = core->next_id++;
         token = box->peer.token = core->next_id++;
         strcpy(box->peer.endpoint, endpoint);
+        box->peer.encrypted = secret != NULL;
+        if (secret != NULL) {
+            memcpy(box->peer.secret, secret, KVX_SECRET_BYTES);
+        }
         kvx_table_put(&core->peers, id, box);
         gauges(core);
     }
@@ -220,7 +224,8 @@ void kvx_peer_closed(kvx_peer *peer) {
 
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p) {
     kvx_core *core = &engine->core;
-    if (remote == NULL || remote->access == 0 || (remote->access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0) {
+    if (remote == NULL || remote->access == 0 || (remote->access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0 ||
+        (remote->flags & ~(uint32_t)KVX_REMOTE_MAP) != 0) {
         return KVX_E_INVALID;
     }
     if (remote->length == 0) {
@@ -252,6 +257,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
         token = box->import.token = core->next_id++;
         box->import.peer = &owner->peer;
         box->import.remote = *remote;
+        box->import.device = -1;
         box->next = owner->imports;
         if (box->next != NULL) {
             box->next->previous = box;
@@ -316,7 +322,8 @@ int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_
         *info_p = (kvx_import_info){.id = import,
                                     .address = (uint64_t)(uintptr_t)box->import.mapping,
                                     .length = box->import.remote.length,
-                                    .access = box->import.remote.access};
+                                    .access = box->import.remote.access,
+                                    .device = box->import.device};
     }
     kvx_unlock(core);
     return status;
@@ -328,7 +335,7 @@ static int look(kvx_core *core, uint64_t import) {
     if (box == NULL || box->state != IMPORT_READY) {
         return KVX_E_NO_IMPORT;
     }
-    if (box->import.mapping == NULL) {
+    if (box->import.mapping == NULL || box->import.device >= 0) { /* nothing for the CPU */
         return KVX_E_UNSUPPORTED;
     }
     if (kvx_table_get(&core->views, import) == NULL) {

@@ -2,6 +2,7 @@
  * what follows from it, in kvx_shm_peer_todo, whenever something has changed. */
 #define _GNU_SOURCE
 #include "shm.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <stddef.h>
@@ -72,7 +73,7 @@ static void connect_try(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strcpy(address.sun_path, peer->path);
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (fd < 0 || connect(fd, (const struct sockaddr *)&address, sizeof(address)) != 0) {
         int error = errno;
         if (fd >= 0) {

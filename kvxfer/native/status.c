@@ -41,6 +41,8 @@ const char *kvx_status_name(int status) {
         NAME(KVX_E_OTHER_HOST)
         NAME(KVX_E_REFUSED)
         NAME(KVX_E_LINK)
+        NAME(KVX_E_ENCRYPTION)
+        NAME(KVX_E_SECRET)
         NAME(KVX_E_NOMEM)
         NAME(KVX_E_FDS)
         NAME(KVX_E_SHM_SPACE)

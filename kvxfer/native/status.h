@@ -49,6 +49,8 @@ enum kvx_status {
     KVX_E_OTHER_HOST = 205,  /* the endpoint is on another host: this transport cannot reach it */
     KVX_E_REFUSED = 206,     /* the peer is full or refuses us */
     KVX_E_LINK = 207,        /* a vendor library's link to the peer failed; only a new one helps */
+    KVX_E_ENCRYPTION = 208,  /* one side encrypts its data connections and the other does not */
+    KVX_E_SECRET = 209,      /* whoever answers does not know the secret of this endpoint */
 
     KVX_E_NOMEM = 300,         /* out of memory */
     KVX_E_FDS = 301,           /* out of file descriptors */

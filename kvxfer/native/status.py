@@ -51,6 +51,8 @@ class Status(IntEnum):
     OTHER_HOST = 205
     REFUSED = 206
     LINK = 207
+    ENCRYPTION = 208
+    SECRET = 209
     NOMEM = 300
     FDS = 301
     SHM_SPACE = 302
@@ -106,6 +108,16 @@ BY_STATUS: Mapping[Status, _Entry] = {
         errors.PeerLost,
         "the accelerator library's link to the peer failed",
         "it is made anew on next use; if it fails again, look at both cards' network with `kvxfer doctor`",
+    ),
+    Status.ENCRYPTION: (
+        errors.EncryptionMismatch,
+        "this side and the peer differ in tcp_encryption",
+        "set tcp_encryption to the same value on both sides",
+    ),
+    Status.SECRET: (
+        errors.AuthenticationError,
+        "whoever answers does not know the secret of this endpoint (tcp_encryption)",
+        "the owner has restarted, or somebody stands in between: get a new descriptor",
     ),
     Status.NOMEM: (errors.ResourceExhausted, "out of memory", None),
     Status.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),

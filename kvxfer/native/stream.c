@@ -56,6 +56,11 @@ void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYT
     memcpy(bytes + HELLO_AT_ENGINE, hello->engine_id, KVX_ID_BYTES);
 }
 
+void kvx_hello_encode_sealed(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_SEALED_HELLO_BYTES]) {
+    kvx_hello_encode(hello, bytes);
+    memcpy(bytes + KVX_STREAM_HELLO_BYTES, hello->share, KVX_SHARE_BYTES);
+}
+
 void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes) {
     kvx_bytes_store(bytes + AT_MAGIC, KVX_STREAM_MAGIC, 4);
     bytes[AT_VERSION] = KVX_STREAM_VERSION;
@@ -201,6 +206,7 @@ void kvx_spans_write(const kvx_spans *spans, const uint8_t *source, uint64_t byt
 void kvx_rx_init(kvx_stream_rx *rx, uint32_t role, uint32_t frame_bytes) {
     memset(rx, 0, offsetof(kvx_stream_rx, buffer));
     rx->role = role;
+    rx->version = KVX_STREAM_VERSION;
     rx->frame_bytes = frame_bytes;
     rx->state = RX_HELLO;
 }
@@ -238,11 +244,13 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     if (memcmp(at, magic, have < 4 ? have : 4) != 0) {
         return fail(rx, KVX_E_NOT_KVXFER);
     }
-    if (have > AT_VERSION && at[AT_VERSION] != KVX_STREAM_VERSION) {
+    if (have > AT_VERSION && at[AT_VERSION] != rx->version) {
         rx->hello.version = at[AT_VERSION];
         return fail(rx, KVX_E_VERSION);
     }
-    if (have < KVX_STREAM_HELLO_BYTES) {
+    bool sealed = rx->version == KVX_STREAM_VERSION_SEALED;
+    uint32_t whole = sealed ? KVX_STREAM_SEALED_HELLO_BYTES : KVX_STREAM_HELLO_BYTES;
+    if (have < whole) {
         return KVX_RX_MORE;
     }
     kvx_hello *hello = &rx->hello;
@@ -255,6 +263,9 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     memcpy(hello->session, at + HELLO_AT_SESSION, sizeof hello->session);
     memcpy(hello->nonce, at + HELLO_AT_NONCE, KVX_NONCE_BYTES);
     memcpy(hello->engine_id, at + HELLO_AT_ENGINE, KVX_ID_BYTES);
+    if (sealed) {
+        memcpy(hello->share, at + KVX_STREAM_HELLO_BYTES, KVX_SHARE_BYTES);
+    }
     if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != opposite(rx->role)) {
         return fail(rx, KVX_E_NOT_KVXFER);
     }
@@ -263,7 +274,7 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
         kvx_bytes_load(at + HELLO_AT_END, 4) != 0) {
         return fail(rx, KVX_E_INVALID);
     }
-    rx->begin += KVX_STREAM_HELLO_BYTES;
+    rx->begin += whole;
     rx->state = RX_HEAD;
     return KVX_RX_HELLO;
 }

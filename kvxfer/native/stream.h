@@ -18,6 +18,7 @@
 #define KVX_STREAM_MAGIC         0x4458564bU /* "KVXD" */
 #define KVX_STREAM_VERSION       1
 #define KVX_STREAM_HELLO_BYTES   64
+#define KVX_SHARE_BYTES          32
 #define KVX_STREAM_HEADER_BYTES  88
 #define KVX_STREAM_SEGMENT_BYTES 16
 #define KVX_STREAM_TRAILER_BYTES 32
@@ -80,7 +81,13 @@ typedef struct kvx_hello {
     uint8_t nonce[KVX_NONCE_BYTES];
     uint8_t engine_id[KVX_ID_BYTES];
     uint8_t session[8];
+    uint8_t share[KVX_SHARE_BYTES]; /* KVX_STREAM_VERSION_SEALED only */
 } kvx_hello;
+
+/* The version that a hello carries when everything after it comes in sealed records (seal.h). Such a hello is followed
+ * by its sender's share. Frames inside the records are those of KVX_STREAM_VERSION. */
+#define KVX_STREAM_VERSION_SEALED     2
+#define KVX_STREAM_SEALED_HELLO_BYTES (KVX_STREAM_HELLO_BYTES + KVX_SHARE_BYTES)
 
 #define KVX_STREAM_DIALLER       1
 #define KVX_STREAM_ACCEPTOR      2
@@ -108,6 +115,8 @@ static inline uint64_t kvx_bytes_load(const uint8_t *bytes, uint32_t width) {
 }
 
 void kvx_hello_encode(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_HELLO_BYTES]);
+/* The same with the share. */
+void kvx_hello_encode_sealed(const kvx_hello *hello, uint8_t bytes[KVX_STREAM_SEALED_HELLO_BYTES]);
 void kvx_frame_encode(const kvx_frame *frame, uint8_t *bytes);
 void kvx_frame_segment_encode(uint8_t *bytes, uint32_t index, uint64_t offset, uint64_t length);
 /* Units of a side link's frame (`frame->segments` of them): bytes that the authenticator covers like the header. */
@@ -155,6 +164,7 @@ typedef enum kvx_rx_event {
 
 typedef struct kvx_stream_rx {
     uint32_t role;        /* ours: which frame types may arrive */
+    uint8_t version;      /* that a hello must have; KVX_STREAM_VERSION unless set after kvx_rx_init */
     uint32_t state;       /* private */
     uint32_t frame_bytes; /* our bound on a payload */
     int error;

@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_stage.c tcp_owner.c).
+ * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c tcp_seal.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -30,6 +30,7 @@
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
 #define TCP_TURN_BYTES       (4u << 20)   /* moved for one connection before others get their turn */
 #define TCP_SEND_BYTES       (512u << 10) /* in one sendmsg */
+#define TCP_SEALED_BYTES     (64u << 10)  /* the same when it is sealed: one record */
 #define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
 #define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
 #define TCP_CROWDED_MS      500          /* instead of handshake_ms while too many are unproved */
@@ -41,6 +42,7 @@
 
 typedef struct tcp_conn tcp_conn;
 typedef struct tcp_peer tcp_peer;
+typedef struct tcp_seal tcp_seal;
 typedef struct tcp_xfer tcp_xfer;
 typedef struct tcp_transport tcp_transport;
 
@@ -57,17 +59,6 @@ void __tsan_read_range(void *address, long length);
 #define TCP_ORDER_ACQUIRE() (void)0
 #endif
 
-/* A grant that is being taken back: every thread ends its accesses, the last one reports. */
-typedef struct tcp_revoke {
-    kvx_grant *grant;
-    _Atomic uint32_t threads_left;
-} tcp_revoke;
-
-typedef struct tcp_revoke_node {
-    struct tcp_revoke_node *next;
-    tcp_revoke *revoke;
-} tcp_revoke_node;
-
 typedef struct tcp_thread {
     tcp_transport *tcp;
     uint32_t index;
@@ -79,11 +70,11 @@ typedef struct tcp_thread {
     tcp_conn *conns;
     tcp_conn *graveyard; /* freed after the current batch of events */
     pthread_mutex_t lock;
-    bool kicked;     /* kick_fd is written and not yet read */
-    tcp_conn *inbox; /* new connections */
-    tcp_conn *kicks; /* connections that may have something to send */
-    tcp_peer *todo;  /* peers whose state has to be looked at; this thread is their home */
-    tcp_revoke_node *revokes;
+    bool kicked;        /* kick_fd is written and not yet read */
+    tcp_conn *inbox;    /* new connections */
+    tcp_conn *kicks;    /* connections that may have something to send */
+    tcp_peer *todo;     /* peers whose state has to be looked at; this thread is their home */
+    kvx_grant *revoked; /* the next one that this thread has to look at; tcp->revoke_lock */
 } tcp_thread;
 
 struct tcp_transport {
@@ -94,7 +85,13 @@ struct tcp_transport {
     uint32_t frame_bytes;
     uint32_t streams;
     uint32_t threads;
+    bool encrypted;                   /* every connection is sealed */
+    uint8_t secret[KVX_SECRET_BYTES]; /* that diallers to us must know */
     tcp_thread thread[TCP_THREADS_MAX];
+    /* Grants that are being taken back, oldest first: every thread ends its accesses, in this order, and the last one
+     * reports. So it is always the first that is over. */
+    pthread_mutex_t revoke_lock;
+    kvx_grant *revoke_first, *revoke_last;
     int listen_fd;
     _Atomic bool accept_paused;
     uint64_t accept_retry_ms; /* 0 = no need to try again */
@@ -127,18 +124,28 @@ typedef struct tcp_tx {
     bool bulk; /* a payload and a trailer follow the head */
     bool check;
     bool corrupt;   /* flip a bit of the first payload byte */
+    bool lent;      /* the payload's pages are lent to the kernel: tcp_splice.c */
     bool zeros;     /* the memory was taken back: the rest of the payload is zeros */
     int32_t status; /* for the trailer */
     uint32_t head_length, head_sent, trailer_sent;
     uint32_t crc;
     uint64_t payload_sent, payload_length;
-    uint64_t counter;    /* of frames and trailers sent */
-    kvx_spans spans;     /* next byte to send */
-    kvx_spans crc_spans; /* next byte to add to the checksum */
+    uint64_t counter;     /* of frames and trailers sent */
+    kvx_spans spans;      /* next byte to send */
+    kvx_spans crc_spans;  /* next byte to add to the checksum */
+    kvx_spans lend_spans; /* next byte to lend */
     uint8_t key[KVX_KEY_BYTES];
     uint8_t trailer[KVX_STREAM_TRAILER_BYTES];
     uint8_t head[KVX_STREAM_HEAD_MAX];
 } tcp_tx;
+
+/* What lies between our pages and the socket: see tcp_splice.c. */
+typedef struct tcp_pipe {
+    bool made;
+    bool refused; /* the kernel would not: payloads are copied */
+    int in, out;
+    uint64_t held; /* bytes in it */
+} tcp_pipe;
 
 /* One frame that a dialler has sent or is sending. */
 typedef struct tcp_request {
@@ -204,12 +211,14 @@ struct tcp_conn {
     uint64_t deadline_ms;
     _Atomic uint64_t watch_ms; /* look whether the other host is alive; 0 = nothing was sent lately */
     kvx_stream_auth auth;
+    tcp_seal *seal;       /* NULL: the connection is in clear */
     kvx_hello hello;      /* ours */
     uint32_t frame_bytes; /* largest payload on this connection */
 
     pthread_mutex_t tx_lock;
     tcp_tx tx;
     tcp_stage tx_stage;
+    tcp_pipe lane;
 
     /* receiving: rx_lock on a dialler, an acceptor's are the thread's only */
     pthread_mutex_t rx_lock;
@@ -333,6 +342,10 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms);
 void kvx_tcp_conn_arm(tcp_conn *conn);   /* epoll interest from want_out and rx_stopped */
 void kvx_tcp_conn_parse(tcp_conn *conn); /* go on with what is buffered */
 void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max);
+bool kvx_tcp_conn_may_write(tcp_conn *conn); /* may the payload that arrives still be written? */
+/* The next bytes of the payload have arrived, past the parser's buffer; they were written if they may be. */
+void kvx_tcp_conn_payload(tcp_conn *conn, uint64_t bytes);
+void kvx_tcp_conn_sealed(tcp_conn *conn); /* the other side has shown that it has our keys */
 /* On its thread: ends it if the owner thread asked for that. */
 bool kvx_tcp_conn_ended(tcp_conn *conn);
 void kvx_tcp_inbox(tcp_conn *conn);
@@ -341,6 +354,7 @@ void kvx_tcp_inbox(tcp_conn *conn);
 typedef enum tcp_flush { TCP_FLUSH_IDLE, TCP_FLUSH_BLOCKED, TCP_FLUSH_BROKEN } tcp_flush;
 /* Send from the queue until it is empty, the socket is full or the turn is over. tx_lock is held. */
 tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max);
+ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message, int flags);
 void kvx_tcp_pump(tcp_conn *conn); /* on the connection's thread: flush and arm */
 /* Start a frame: head is encoded in tx->head; seals it. payload: spans + length, or NULL. */
 void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, const kvx_spans *payload);
@@ -348,6 +362,27 @@ void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, 
 bool kvx_tcp_tx_append(tcp_conn *conn, const kvx_frame *frame, const uint8_t *key);
 bool kvx_tcp_send_now(tcp_conn *conn, const void *bytes, size_t length); /* all or false */
 void kvx_tcp_send_bye(tcp_conn *conn);                                   /* when nothing is half sent */
+
+/* tcp_splice.c; tx_lock is held, on the connection's thread */
+void kvx_tcp_lend_begin(tcp_conn *conn);   /* a frame was started: will its payload be lent? */
+ssize_t kvx_tcp_lend_some(tcp_conn *conn); /* of a payload that is; as sendmsg */
+void kvx_tcp_pipe_free(tcp_pipe *lane);
+
+/* tcp_seal.c: for connections with a seal only */
+bool kvx_tcp_seal_make(tcp_conn *conn); /* of a new connection: its hello gets a share */
+void kvx_tcp_seal_free(tcp_conn *conn);
+bool kvx_tcp_seal_open(const tcp_conn *conn); /* are there keys? */
+bool kvx_tcp_seal_agree(tcp_conn *conn);      /* both hellos are known: keys, and nonces for the authenticators */
+/* What of ours is in clear (NULL: said already), and the record that shows our keys; all of it now, or false. */
+bool kvx_tcp_seal_hello(tcp_conn *conn, const uint8_t *hello, uint32_t length);
+/* In place of kvx_tcp_send_message, of the current frame; moves the vectors on. */
+ssize_t kvx_tcp_seal_send(tcp_conn *conn, struct msghdr *message);
+tcp_flush kvx_tcp_seal_flush(tcp_conn *conn); /* what is sealed and not sent yet */
+void kvx_tcp_seal_last(tcp_conn *conn, void *bytes, uint32_t length);
+/* In place of receiving; kvx_tcp_seal_more then hands on a piece of it. False: it needs more, or the connection ended.
+ */
+ssize_t kvx_tcp_seal_receive(tcp_conn *conn, bool *full_p);
+bool kvx_tcp_seal_more(tcp_conn *conn);
 
 /* tcp_serve.c: the acceptor */
 void kvx_tcp_serve_frame(tcp_conn *conn);
@@ -376,8 +411,8 @@ void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status,
 /* tcp_xfer.c: ops, requests and answers */
 int kvx_tcp_submit(void *transport, kvx_op *op);
 void kvx_tcp_send_waiting(tcp_conn *conn); /* from the owner thread: what waits for a place among the requests */
-bool kvx_tcp_xfer_next(tcp_conn *conn);   /* starts the next request; tx_lock is held */
-void kvx_tcp_xfer_answer(tcp_conn *conn); /* a frame arrived */
+bool kvx_tcp_xfer_next(tcp_conn *conn);    /* starts the next request; tx_lock is held */
+void kvx_tcp_xfer_answer(tcp_conn *conn);  /* a frame arrived */
 void kvx_tcp_xfer_trailer(tcp_conn *conn);
 bool kvx_tcp_xfer_may_write(tcp_conn *conn);
 void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes); /* for the corrupt seam */

@@ -41,6 +41,10 @@ tcp_conn *kvx_tcp_conn_new(tcp_transport *tcp, uint32_t role) {
     pthread_mutex_init(&conn->tx_lock, NULL);
     pthread_mutex_init(&conn->rx_lock, NULL);
     kvx_rx_init(&conn->rx, role, tcp->frame_bytes);
+    if (tcp->encrypted && !kvx_tcp_seal_make(conn)) {
+        kvx_tcp_conn_free(conn);
+        return NULL;
+    }
     return conn;
 }
 
@@ -50,8 +54,10 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
         conn->control_first = control->next;
         free(control);
     }
+    kvx_tcp_pipe_free(&conn->lane);
     kvx_tcp_stage_free(&conn->tx_stage);
     kvx_tcp_stage_free(&conn->rx_stage);
+    kvx_tcp_seal_free(conn);
     pthread_mutex_destroy(&conn->tx_lock);
     pthread_mutex_destroy(&conn->rx_lock);
     free(conn->requests);
@@ -151,7 +157,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     conn->state = TCP_DEAD;
     conn->want_out = false;
     conn->sending = NULL;
-    if (conn->in_owner_set) { /* a fork may keep the socket open, and the set would keep it too */
+    if (conn->in_owner_set) { /* a copy in a forked child would keep it there */
         (void)epoll_ctl(conn->tcp->owner_set, EPOLL_CTL_DEL, conn->fd, NULL);
         conn->in_owner_set = false;
     }
@@ -163,6 +169,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
         close(conn->fd);
         conn->fd = -1;
     }
+    kvx_tcp_pipe_free(&conn->lane); /* it refers to memory of ops that are about to end */
     pthread_mutex_unlock(&conn->tx_lock);
     if (conn->previous != NULL) {
         conn->previous->next = conn->next;
@@ -254,6 +261,17 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
 
 /* -- greeting --------------------------------------------------------------------------------------------------- */
 
+/* In clear, as all hellos are. With our answer, if there are keys by now, goes the record that shows them. */
+static bool say_hello(tcp_conn *conn) {
+    uint8_t bytes[KVX_STREAM_SEALED_HELLO_BYTES];
+    kvx_hello_encode_sealed(&conn->hello, bytes);
+    uint32_t length = conn->hello.version == KVX_STREAM_VERSION_SEALED ? sizeof bytes : KVX_STREAM_HELLO_BYTES;
+    if (conn->seal != NULL && kvx_tcp_seal_open(conn)) {
+        return kvx_tcp_seal_hello(conn, bytes, length);
+    }
+    return kvx_tcp_send_now(conn, bytes, length);
+}
+
 static void connected(tcp_conn *conn) {
     int error = kvx_tcp_error(conn->fd);
     if (error == 0 && kvx_tcp_to_itself(conn->fd)) {
@@ -263,22 +281,64 @@ static void connected(tcp_conn *conn) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, error, true);
         return;
     }
-    uint8_t bytes[KVX_STREAM_HELLO_BYTES];
-    kvx_hello_encode(&conn->hello, bytes);
     conn->state = TCP_GREETING;
-    if (!kvx_tcp_send_now(conn, bytes, sizeof bytes)) {
+    if (!say_hello(conn)) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, errno, true);
     }
 }
 
 static void answer_hello(tcp_conn *conn, int status) {
-    uint8_t bytes[KVX_STREAM_HELLO_BYTES];
     conn->hello.status = status;
-    kvx_hello_encode(&conn->hello, bytes);
-    if (!kvx_tcp_send_now(conn, bytes, sizeof bytes)) {
+    if (!say_hello(conn)) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, errno, true);
     } else if (status != KVX_OK) {
         kvx_tcp_conn_linger(conn);
+    }
+}
+
+static void opened(tcp_conn *conn) {
+    conn->deadline_ms = 0;
+    conn->state = TCP_OPEN;
+    kvx_tcp_peer_open(conn);
+}
+
+void kvx_tcp_conn_sealed(tcp_conn *conn) {
+    if (conn->role == KVX_STREAM_ACCEPTOR) { /* it has shown its keys with its hello */
+        return;
+    }
+    pthread_mutex_lock(&conn->tx_lock);
+    bool sent = kvx_tcp_seal_hello(conn, NULL, 0);
+    int error = errno;
+    pthread_mutex_unlock(&conn->tx_lock);
+    if (sent) {
+        opened(conn);
+    } else {
+        kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, error, true);
+    }
+}
+
+/* The other hello is of the version that we do not speak here: one side encrypts and the other does not. */
+static void differ(tcp_conn *conn) {
+    if (conn->role == KVX_STREAM_DIALLER) {
+        kvx_tcp_conn_end(conn, KVX_E_ENCRYPTION, 0, true);
+        return;
+    }
+    conn->hello.version = KVX_STREAM_VERSION; /* so that the other side can read it */
+    answer_hello(conn, KVX_E_ENCRYPTION);
+}
+
+static void nonsense(tcp_conn *conn) {
+    int error = conn->rx.error;
+    uint8_t version = conn->rx.hello.version;
+    KVX_COUNT(conn->tcp->counters, protocol_errors, 1);
+    if (error == KVX_E_VERSION && (version == KVX_STREAM_VERSION || version == KVX_STREAM_VERSION_SEALED)) {
+        differ(conn);
+    } else if (conn->role == KVX_STREAM_ACCEPTOR && error == KVX_E_VERSION) {
+        answer_hello(conn, KVX_E_VERSION);
+    } else if (conn->state == TCP_GREETING) {
+        kvx_tcp_conn_end(conn, error == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_NOT_KVXFER, 0, true);
+    } else {
+        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, EPROTO, true);
     }
 }
 
@@ -289,18 +349,23 @@ static void greeted(tcp_conn *conn) {
     memcpy(conn->auth.nonces + KVX_NONCE_BYTES, dialler ? theirs->nonce : conn->hello.nonce, KVX_NONCE_BYTES);
     conn->frame_bytes = theirs->frame_bytes < conn->tcp->frame_bytes ? theirs->frame_bytes : conn->tcp->frame_bytes;
     if (dialler) {
+        bool told = theirs->status == KVX_E_VERSION || theirs->status == KVX_E_ENCRYPTION;
         if (theirs->status != KVX_OK) {
-            kvx_tcp_conn_end(conn, theirs->status == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_REFUSED, 0, true);
-            return;
+            kvx_tcp_conn_end(conn, told ? theirs->status : KVX_E_REFUSED, 0, true);
+        } else if (conn->seal == NULL) {
+            opened(conn);
+        } else if (!kvx_tcp_seal_agree(conn)) { /* then it waits for the record that shows the other side's keys */
+            kvx_tcp_conn_end(conn, KVX_E_SECRET, 0, true);
         }
-        conn->deadline_ms = 0;
-        conn->state = TCP_OPEN;
-        kvx_tcp_peer_open(conn);
         return;
     }
     conn->stream = theirs->stream;
     if (atomic_load(&conn->tcp->accepted) > (uint64_t)conn->tcp->config->accepted_max * theirs->streams) {
         answer_hello(conn, KVX_E_REFUSED);
+        return;
+    }
+    if (conn->seal != NULL && !kvx_tcp_seal_agree(conn)) {
+        nonsense(conn);
         return;
     }
     conn->state = TCP_OPEN;
@@ -309,21 +374,9 @@ static void greeted(tcp_conn *conn) {
     answer_hello(conn, KVX_OK);
 }
 
-static void nonsense(tcp_conn *conn) {
-    int error = conn->rx.error;
-    KVX_COUNT(conn->tcp->counters, protocol_errors, 1);
-    if (conn->role == KVX_STREAM_ACCEPTOR && error == KVX_E_VERSION) {
-        answer_hello(conn, KVX_E_VERSION);
-    } else if (conn->state == TCP_GREETING) {
-        kvx_tcp_conn_end(conn, error == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_NOT_KVXFER, 0, true);
-    } else {
-        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, EPROTO, true);
-    }
-}
-
 /* -- receiving -------------------------------------------------------------------------------------------------- */
 
-static bool may_write(tcp_conn *conn) {
+bool kvx_tcp_conn_may_write(tcp_conn *conn) {
     return conn->role == KVX_STREAM_ACCEPTOR ? kvx_tcp_serve_may_write(conn) : kvx_tcp_xfer_may_write(conn);
 }
 
@@ -341,7 +394,7 @@ static void delivered(tcp_conn *conn, uint64_t bytes) {
 static void payload_from_buffer(tcp_conn *conn) {
     const uint8_t *bytes;
     uint32_t length = kvx_rx_buffered(&conn->rx, &bytes);
-    if (length > 0 && may_write(conn)) {
+    if (length > 0 && kvx_tcp_conn_may_write(conn)) {
         kvx_spans_write(&conn->rx_spans, bytes, length);
         delivered(conn, length);
     }
@@ -351,6 +404,16 @@ static void payload_from_buffer(tcp_conn *conn) {
 static void payload_end(tcp_conn *conn) {
     if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_serve_payload_end(conn);
+    }
+}
+
+void kvx_tcp_conn_payload(tcp_conn *conn, uint64_t bytes) {
+    if (kvx_tcp_conn_may_write(conn)) {
+        delivered(conn, bytes);
+    }
+    kvx_rx_payload_taken(&conn->rx, 0, bytes);
+    if (conn->rx.payload_left == 0) {
+        payload_end(conn);
     }
 }
 
@@ -370,10 +433,11 @@ void kvx_tcp_conn_parse(tcp_conn *conn) {
             break;
         case KVX_RX_PAYLOAD:
             payload_from_buffer(conn);
-            if (conn->rx.payload_left > 0) {
+            if (conn->rx.payload_left == 0) {
+                payload_end(conn);
+            } else if (conn->seal == NULL || !kvx_tcp_seal_more(conn)) {
                 return;
             }
-            payload_end(conn);
             break;
         case KVX_RX_TRAILER:
             dialler ? kvx_tcp_xfer_trailer(conn) : kvx_tcp_serve_trailer(conn);
@@ -382,7 +446,10 @@ void kvx_tcp_conn_parse(tcp_conn *conn) {
             nonsense(conn);
             return;
         case KVX_RX_MORE:
-            return;
+            if (conn->seal == NULL || !kvx_tcp_seal_more(conn)) {
+                return;
+            }
+            break;
         }
     }
 }
@@ -401,7 +468,10 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
     uint32_t count = 0, space = 0;
     uint64_t bytes = 0;
     ssize_t result;
-    if (conn->rx.payload_left > 0 && !may_write(conn)) {
+    if (conn->seal != NULL && kvx_tcp_seal_open(conn)) {
+        return kvx_tcp_seal_receive(conn, full_p);
+    }
+    if (conn->rx.payload_left > 0 && !kvx_tcp_conn_may_write(conn)) {
         bytes = conn->rx.payload_left < TCP_TURN_BYTES ? conn->rx.payload_left : TCP_TURN_BYTES;
         result = throw_away(conn->fd, bytes);
         if (result > 0) {
@@ -415,6 +485,9 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
         }
         if (bytes == conn->rx.payload_left) {
             uint8_t *at = kvx_rx_space(&conn->rx, &space);
+            if (conn->seal != NULL) { /* nothing beyond the hello */
+                space = KVX_STREAM_SEALED_HELLO_BYTES - conn->rx.end;
+            }
             vectors[count++] = (struct iovec){.iov_base = at, .iov_len = space};
         }
         struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};

@@ -13,6 +13,9 @@
 
 int kvx_tcp_connect(void *transport, kvx_peer *kvx) {
     tcp_transport *tcp = transport;
+    if (kvx->encrypted != tcp->encrypted) {
+        return KVX_E_ENCRYPTION;
+    }
     tcp_peer *peer = calloc(1, sizeof *peer);
     if (peer == NULL) {
         return KVX_E_NOMEM;

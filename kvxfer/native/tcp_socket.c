@@ -4,6 +4,7 @@
  * ran bbr keeps its pacing timer, so the choice is made before a connection exists: the listener always carries the
  * congestion control for this host, and an accepted connection from elsewhere gets the system's back. */
 #include "tcp.h"
+#include "forks.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -152,7 +153,7 @@ void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted) {
 }
 
 int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, socklen_t length, int *fd_p) {
-    int fd = socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (fd < 0) {
         return errno;
     }
@@ -219,7 +220,7 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
                  bind_text, tcp->config->tcp_port);
         return KVX_E_INVALID;
     }
-    int fd = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (fd >= 0) {
         socklen_t size = sizeof tcp->congestion_default - 1;
         (void)getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, tcp->congestion_default, &size);

@@ -93,7 +93,7 @@ static int batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_ap
             nanosleep(&pause, NULL);
         }
     }
-    if (api->stream_abort(stage->stream_device, stage->stream, NULL) == KVX_E_TIMEOUT) {
+    if (api->stream_abort(stage->stream_device, stage->stream, NULL) != KVX_OK) {
         return KVX_PENDING;
     }
     stream_drop(stage, api);

@@ -58,6 +58,13 @@ typedef struct kvx_grant {
     _Atomic bool revoked; /* set by the core before mem_release; look at it between chunks */
 } kvx_grant;
 
+/* A place of each transport's own in a grant, from mem_release(grant) to kvx_grant_quiet: taking back may not fail for
+ * want of memory. */
+typedef struct kvx_grant_link {
+    kvx_grant *next;
+    uint32_t threads_left;
+} kvx_grant_link;
+
 /* A connection that we opened to another engine. Lives until kvx_peer_closed: every peer that peer_connect took gets
  * exactly one peer_close(peer, NULL), also after connect_done with an error (then the core closes it by itself), also
  * when lost (then its owner does, later). Only the engine's close ends a peer without that. */
@@ -65,6 +72,8 @@ typedef struct kvx_peer {
     uint64_t id;
     uint64_t token; /* of the pending connect */
     char endpoint[KVX_ENDPOINT_MAX];
+    bool encrypted; /* the application gave the secret of the peer's engine */
+    uint8_t secret[KVX_SECRET_BYTES];
     uint8_t engine_id[KVX_ID_BYTES]; /* who answered, by its own word; set before connect_done, zeros when not known */
     void *transport_data;
 } kvx_peer;
@@ -76,6 +85,7 @@ typedef struct kvx_import {
     kvx_peer *peer;
     kvx_remote remote;
     uint8_t *mapping;     /* set by a transport that maps, before kvx_import_done */
+    int32_t device;       /* with it, of memory of a device: ours, whose kernels may use it; -1 from the start */
     _Atomic bool revoked; /* set by the transport when the owner takes it back */
     void *transport_data;
 } kvx_import;
@@ -205,6 +215,7 @@ void kvx_peer_lost(kvx_peer *peer,
                    int status); /* call after all its ops were completed; at most once, after connect_done(OK) */
 void kvx_peer_closed(kvx_peer *peer);
 void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant);
+kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot);
 
 /* Owner side. `authenticate` is done by the transport with the key that kvx_access_begin reveals; call
  * kvx_access_end on every path. Refuses with KVX_E_UNKNOWN, KVX_E_STALE, KVX_E_REVOKED. Access rights are checked by

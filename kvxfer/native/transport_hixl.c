@@ -131,9 +131,7 @@ static int hixl_progress(void *transport, uint32_t thread, int timeout_ms) {
 static void free_all(hixl_transport *hixl) {
     kvx_hixl_devices_close(hixl);
     bury(hixl);
-    if (hixl->listen_fd >= 0) {
-        close(hixl->listen_fd);
-    }
+    kvx_hixl_listen_end(hixl);
     if (hixl->epoll_fd >= 0) {
         close(hixl->epoll_fd);
     }
@@ -237,7 +235,7 @@ static void hixl_query(void *transport, kvx_transport_info *info_p) {
     const hixl_transport *hixl = transport;
     snprintf(info_p->name, sizeof info_p->name, "hixl");
     snprintf(info_p->endpoint, sizeof info_p->endpoint, "%s", hixl->endpoint);
-    info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY;
+    info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_MAP_HBM;
     info_p->alignment = 1; /* of what is offered; arenas are aligned where memory is made */
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 0;

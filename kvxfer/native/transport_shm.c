@@ -5,6 +5,7 @@
  * what. */
 #define _GNU_SOURCE
 #include "shm.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -66,7 +67,7 @@ static void accept_turn(shm_transport *shm) {
             accept_arm(shm, false);
             return;
         }
-        int fd = accept4(shm->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(shm->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd >= 0) {
             accept_one(shm, fd);
         } else if (errno != EINTR && errno != ECONNABORTED) {
@@ -256,7 +257,7 @@ static bool stale(const struct sockaddr_un *address) {
         errno = EADDRINUSE;
         return false;
     }
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     bool refused =
         fd >= 0 && connect(fd, (const struct sockaddr *)address, sizeof(*address)) != 0 && errno == ECONNREFUSED;
     if (fd >= 0) {
@@ -269,7 +270,7 @@ static bool stale(const struct sockaddr_un *address) {
 static int listen_open(shm_transport *shm, char *why, size_t why_size) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strcpy(address.sun_path, shm->path);
-    shm->listen_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    shm->listen_fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (shm->listen_fd < 0) {
         snprintf(why, why_size, "shm: no socket: %s", strerror(errno));
         return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;

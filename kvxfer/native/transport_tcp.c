@@ -6,6 +6,7 @@
  * for who owns what. */
 #define _GNU_SOURCE
 #include "tcp.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -97,9 +98,20 @@ void kvx_tcp_unkick_peer(tcp_peer *peer) {
     pthread_mutex_unlock(&thread->lock);
 }
 
+static kvx_grant *revoke_take(tcp_thread *thread) {
+    tcp_transport *tcp = thread->tcp;
+    pthread_mutex_lock(&tcp->revoke_lock);
+    kvx_grant *grant = thread->revoked;
+    if (grant != NULL) {
+        thread->revoked = kvx_grant_link_of(grant, tcp->slot)->next;
+    }
+    pthread_mutex_unlock(&tcp->revoke_lock);
+    return grant;
+}
+
 /* Takes one element of each list; false when all were empty. */
 static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p, tcp_peer **todo_p,
-                      tcp_revoke_node **revoke_p) {
+                      kvx_grant **revoke_p) {
     pthread_mutex_lock(&thread->lock);
     if ((*adopt_p = thread->inbox) != NULL) {
         thread->inbox = (*adopt_p)->inbox_next;
@@ -112,9 +124,7 @@ static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p,
         thread->todo = (*todo_p)->todo_next;
         (*todo_p)->todo_queued = false;
     }
-    if ((*revoke_p = thread->revokes) != NULL) {
-        thread->revokes = (*revoke_p)->next;
-    }
+    *revoke_p = revoke_take(thread);
     bool any = *adopt_p || *kick_p || *todo_p || *revoke_p;
     if (!any) {
         thread->kicked = false;
@@ -123,18 +133,24 @@ static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p,
     return any;
 }
 
-static void revoke_here(tcp_thread *thread, tcp_revoke_node *node) {
+static void revoke_here(tcp_thread *thread, kvx_grant *grant) {
     tcp_transport *tcp = thread->tcp;
-    tcp_revoke *revoke = node->revoke;
+    kvx_grant_link *link = kvx_grant_link_of(grant, tcp->slot);
     for (tcp_conn *conn = thread->conns; conn != NULL; conn = conn->next) {
         if (conn->role == KVX_STREAM_ACCEPTOR) {
-            kvx_tcp_serve_revoke(conn, revoke->grant);
+            kvx_tcp_serve_revoke(conn, grant);
         }
     }
-    free(node);
-    if (atomic_fetch_sub(&revoke->threads_left, 1) == 1) {
-        kvx_grant_quiet(tcp->core, tcp->slot, revoke->grant);
-        free(revoke);
+    pthread_mutex_lock(&tcp->revoke_lock);
+    bool over = --link->threads_left == 0;
+    if (over) {
+        KVX_ASSERT(tcp->revoke_first == grant);
+        tcp->revoke_first = link->next;
+        tcp->revoke_last = link->next == NULL ? NULL : tcp->revoke_last;
+    }
+    pthread_mutex_unlock(&tcp->revoke_lock);
+    if (over) {
+        kvx_grant_quiet(tcp->core, tcp->slot, grant);
     }
 }
 
@@ -147,7 +163,7 @@ static void kicked(tcp_conn *conn) {
 static void work_off(tcp_thread *thread) {
     tcp_conn *adopt, *kick;
     tcp_peer *todo;
-    tcp_revoke_node *revoke;
+    kvx_grant *revoke;
     while (work_take(thread, &adopt, &kick, &todo, &revoke)) {
         if (adopt != NULL) {
             kvx_tcp_conn_adopt(adopt);
@@ -197,7 +213,7 @@ static void accept_turn(tcp_transport *tcp) {
             wake_all(tcp); /* deadlines are shorter now */
             return;
         }
-        int fd = accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = kvx_owned(accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }
@@ -372,6 +388,7 @@ static void threads_free(tcp_transport *tcp) {
         close(tcp->listen_fd);
     }
     pthread_mutex_destroy(&tcp->lock);
+    pthread_mutex_destroy(&tcp->revoke_lock);
     free(tcp);
 }
 
@@ -395,6 +412,16 @@ static uint32_t within(uint32_t value, uint32_t least, uint32_t most) {
     return value < least ? least : value > most ? most : value;
 }
 
+static int encryption_open(tcp_transport *tcp, char *why, size_t why_size) {
+    char reason[512];
+    kvx_random(tcp->secret, sizeof tcp->secret);
+    int status = kvx_encryption_probe(reason, sizeof reason);
+    if (status != KVX_OK) {
+        snprintf(why, why_size, "tcp_encryption is on, but %.400s", reason);
+    }
+    return status;
+}
+
 static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
                     size_t why_size) {
     tcp_transport *tcp = calloc(1, sizeof *tcp);
@@ -411,15 +438,18 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
                                                                   : (uint32_t)config->frame_bytes;
     tcp->streams = within(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
     tcp->threads = within(config->tcp_threads, 1, TCP_THREADS_MAX);
+    tcp->encrypted = config->flags & KVX_ENGINE_ENCRYPT;
     tcp->listen_fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
     pthread_mutex_init(&tcp->lock, NULL);
+    pthread_mutex_init(&tcp->revoke_lock, NULL);
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp->thread[i] = (tcp_thread){.tcp = tcp, .index = i, .epoll_fd = -1, .kick_fd = -1, .wake_fd = -1};
         pthread_mutex_init(&tcp->thread[i].lock, NULL);
     }
     kvx_core_threads_set(core, slot, tcp->threads);
-    int status = kvx_tcp_listen(tcp, why, why_size);
+    int status = tcp->encrypted ? encryption_open(tcp, why, why_size) : KVX_OK;
+    status = status == KVX_OK ? kvx_tcp_listen(tcp, why, why_size) : status;
     tcp->owner_set = kvx_core_owner_set(core, slot, kvx_tcp_owner_turn, tcp);
     if (status == KVX_OK && tcp->owner_set < 0) {
         status = KVX_E_FDS;
@@ -458,14 +488,7 @@ static void thread_close(tcp_thread *thread) {
         }
         kvx_tcp_conn_end(conn, KVX_E_CLOSED, 0, conn->role == KVX_STREAM_DIALLER && !clean);
     }
-    while (thread->revokes != NULL) { /* the core ends what is left of grants by itself */
-        tcp_revoke_node *node = thread->revokes;
-        thread->revokes = node->next;
-        if (atomic_fetch_sub(&node->revoke->threads_left, 1) == 1) {
-            free(node->revoke);
-        }
-        free(node);
-    }
+    thread->revoked = NULL; /* the core ends what is left of grants by itself */
     thread->todo = NULL;
     bury(thread);
 }
@@ -489,6 +512,10 @@ static void tcp_query(void *transport, kvx_transport_info *info_p) {
     snprintf(info_p->name, sizeof info_p->name, "tcp");
     snprintf(info_p->endpoint, sizeof info_p->endpoint, "%s", tcp->endpoint);
     info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK;
+    if (tcp->encrypted) {
+        info_p->caps |= KVX_CAP_ENCRYPTED;
+        memcpy(info_p->secret, tcp->secret, sizeof info_p->secret);
+    }
     info_p->alignment = 1;
     info_p->region_bytes_max = UINT64_MAX;
     info_p->copies_x100 = 200; /* into the kernel and out of it */
@@ -501,24 +528,33 @@ static int tcp_mem_register(void *transport, kvx_region *region) {
     return KVX_OK;
 }
 
+static void revoke_queue(tcp_transport *tcp, kvx_grant *grant) {
+    pthread_mutex_lock(&tcp->revoke_lock);
+    *kvx_grant_link_of(grant, tcp->slot) = (kvx_grant_link){.threads_left = tcp->threads};
+    if (tcp->revoke_last != NULL) {
+        kvx_grant_link_of(tcp->revoke_last, tcp->slot)->next = grant;
+    } else {
+        tcp->revoke_first = grant;
+    }
+    tcp->revoke_last = grant;
+    for (uint32_t i = 0; i < tcp->threads; i++) {
+        tcp_thread *thread = &tcp->thread[i];
+        thread->revoked = thread->revoked == NULL ? grant : thread->revoked;
+    }
+    pthread_mutex_unlock(&tcp->revoke_lock);
+}
+
 static int tcp_mem_release(void *transport, kvx_region *region, kvx_grant *grant) {
     tcp_transport *tcp = transport;
     (void)region;
     if (grant == NULL || atomic_load(&tcp->accepted) == 0) { /* a connection that comes now finds the grant revoked */
         return KVX_OK;
     }
-    tcp_revoke *revoke = malloc(sizeof *revoke);
-    KVX_ASSERT(revoke != NULL && tcp->threads > 0);
-    revoke->grant = grant;
-    revoke->threads_left = tcp->threads;
+    KVX_ASSERT(tcp->threads > 0);
+    revoke_queue(tcp, grant);
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp_thread *thread = &tcp->thread[i];
-        tcp_revoke_node *node = malloc(sizeof *node);
-        KVX_ASSERT(node != NULL);
-        node->revoke = revoke;
         pthread_mutex_lock(&thread->lock);
-        node->next = thread->revokes;
-        thread->revokes = node;
         bool was_kicked = thread->kicked;
         thread->kicked = true;
         pthread_mutex_unlock(&thread->lock);

@@ -1,15 +1,19 @@
 """What this node proves itself with: secrets, keys of its own, certificate, read again whenever their files change.
 
-The idea: whoever dials or accepts asks for the current ones, so a change concerns new connections and no old one. A new
-file that cannot be used changes nothing: what was read before stays in force, the log says why, and a metric counts it.
+The idea: whoever dials or accepts asks for the current ones, and `accepts` says of an open connection whether what it
+was proved with is still good. A new file that cannot be used changes nothing: what was read before stays in force, the
+log says why, and a metric counts it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvxfer.config import Config
 from kvxfer.config.sources import read_regular_file
@@ -45,6 +49,8 @@ class Credentials:
         self._contexts = self._read_contexts()
         self.keys: NodeKeys | None = None
         self.keys = self._read_keys(self.node_id)
+        self._authorities = _content(config.tls_ca)
+        self.authorities = 0  # grows whenever the file of authorities has another content
         self.failures = dict.fromkeys(self._files, 0)
         self.reloads = dict.fromkeys(self._files, 0)
 
@@ -79,7 +85,7 @@ class Credentials:
 
     def channel(self, side: Side) -> Channel | None:
         """TLS for one more connection; None without a certificate."""
-        return None if self._contexts is None else Channel(self._contexts.of(side), side)
+        return None if self._contexts is None else Channel(self._contexts.of(side), side, self.authorities)
 
     def poll(self) -> None:
         """Read again what has changed since the last look."""
@@ -100,6 +106,7 @@ class Credentials:
         try:
             if what == TLS:
                 self._contexts = self._read_contexts(self.node_id)
+                self._count_authorities()
             elif what == KEYS:
                 self.keys = self._read_keys(self.node_id)
             else:
@@ -115,6 +122,23 @@ class Credentials:
             log.info("the certificate was read again; it expires in %.1f days", self.expires_in_s / DAY_S)
         else:
             log.info("the shared secret was read again; %d are accepted", len(self.secrets))
+
+    def accepts(self, proved_with: bytes, authorities: int | None, node_id: str = "") -> bool:
+        """Whether a connection that was proved so would be made again now, as far as that can be told.
+
+        Who signed a certificate is known during a handshake only, so after a change of authorities none counts.
+        """
+        if authorities is not None and authorities != self.authorities:
+            return False
+        good = (*self.secrets, *(() if self.keys is None else self.keys.accepted_from(node_id)))
+        known = [secret for secret in good if hmac.compare_digest(secret, proved_with)]
+        return bool(known) if self.secrets or self.keys is not None else True
+
+    def _count_authorities(self) -> None:
+        content = _content(self._config.tls_ca)
+        if content != self._authorities:
+            self._authorities = content
+            self.authorities += 1
 
     def _read_contexts(self, node_id: str = "") -> Contexts | None:
         config = self._config
@@ -140,6 +164,14 @@ class Credentials:
             why = "these node keys are for another node than this one"
             raise ConfigError(why, key="node_keys_file", running=node_id, keys=found.node_id)
         return found
+
+
+def _content(path: str) -> bytes:
+    """What tells whether a file says the same as before. One that has just gone says something else."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).digest() if path else b""
+    except OSError:
+        return b""
 
 
 def signature(paths: tuple[str, ...]) -> Signature:

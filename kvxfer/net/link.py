@@ -29,10 +29,13 @@ from kvxfer.errors import (
     PeerLost,
     PeerUnreachable,
     ProtocolError,
+    TransferTimeout,
 )
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.dial import dial_any, reason
+from kvxfer.net.forks import own
 from kvxfer.net.listeners import peer_credentials
+from kvxfer.net.queues import Queues
 from kvxfer.net.requests import REPLIES, Requests
 from kvxfer.net.secure import SecureTransport, Wire
 from kvxfer.net.tls import Channel
@@ -99,7 +102,9 @@ class Link(asyncio.Protocol):
         on_connected: OnLink | None = None,
         on_ready: OnLink | None = None,
         channel: Channel | None = None,
+        queues: Queues | None = None,
     ) -> None:
+        self._queues = queues
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._secure: SecureTransport | None = None
@@ -113,7 +118,7 @@ class Link(asyncio.Protocol):
         self._waits_for_turn = False
         self._lost = False
         self._lost_by: Exception | None = None
-        self._requests = Requests(config.requests_max)
+        self._requests = Requests(config.requests_max, self._came_late)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
         self._on_ready = on_ready
@@ -147,6 +152,7 @@ class Link(asyncio.Protocol):
         timeout: float | None = None,
         on_message: OnMessage | None = None,
         on_late: OnMessage | None = None,
+        queues: Queues | None = None,
         random: Random = secrets.token_bytes,
     ) -> Link:
         """A ready link to the first of the candidate ``addresses`` that answers, within ``timeout`` seconds.
@@ -169,7 +175,7 @@ class Link(asyncio.Protocol):
                 authorise=authorise,
             )
             channel = credentials.channel("dialler") if credentials else None
-            link = cls(session, config, on_message=on_message, on_late=on_late, channel=channel)
+            link = cls(session, config, on_message=on_message, on_late=on_late, channel=channel, queues=queues)
             async with asyncio.timeout(config.connect_s):
                 await link._loop.create_connection(lambda: link, address.host, address.port)
             return await link._until_ready()
@@ -231,6 +237,16 @@ class Link(asyncio.Protocol):
         return self._session.state is not State.ACCEPTED
 
     @property
+    def proved_with(self) -> bytes:
+        """The secret with which the other side has proved itself; empty: none was asked for."""
+        return self._session.proved_with
+
+    @property
+    def authorities(self) -> int | None:
+        """Of which reading of the authorities its certificate is (`Credentials.authorities`); None without one."""
+        return None if self._channel is None else self._channel.authorities
+
+    @property
     def usable(self) -> bool:
         """Open, and the peer has not announced that it leaves."""
         return self.ready.done() and not self.closed.done() and self._session.goodbye is None
@@ -242,7 +258,19 @@ class Link(asyncio.Protocol):
         `PeerBackpressure` or `UsageError` when nothing was sent. Cancelling leaves no state.
         """
         number = self._send_request(message)
-        return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+        try:
+            return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+        except (asyncio.CancelledError, TransferTimeout):
+            if isinstance(message, m.Claim):
+                self._give_up(number)
+            raise
+
+    def _give_up(self, number: int) -> None:
+        """A claim that goes on waiting would take the place of somebody who still wants it."""
+        try:
+            self.send(m.GiveUp(request=number))
+        except KvxferError as failure:
+            log.debug("%s: a claim could not be given up: %s", self.name, failure)
 
     def notify(self, message: Message) -> None:
         """Send a request whose reply nobody waits for. Raises like `send`, and `TooManyPending`."""
@@ -251,7 +279,8 @@ class Link(asyncio.Protocol):
     def send(self, message: Message) -> None:
         """Queue a message, or raise and send nothing.
 
-        Raises `PeerBackpressure` when `link_queue_bytes_max` is reached, `TooLarge` and `UsageError` for what cannot be
+        Raises `PeerBackpressure` when `link_queue_bytes_max`, or `link_queues_bytes_max` of all links together, is
+        reached, `TooLarge` and `UsageError` for what cannot be
         sent on this link, and what ended the link when it has ended.
         """
         if self.closed.done():
@@ -265,7 +294,11 @@ class Link(asyncio.Protocol):
         limit = self._config.link_queue_bytes_max
         if self._transport.get_write_buffer_size() + len(frame) > limit:
             raise PeerBackpressure("the peer does not keep up", peer=self.name, bytes=len(frame), limit=limit)
+        if self._queues is not None:
+            self._queues.require(self, len(frame))
         self._transport.write(frame)
+        if self._queues is not None:
+            self._queues.sent(self)
 
     def _send_request(self, message: Message) -> int:
         number = self._requests.number(self.name)
@@ -274,9 +307,12 @@ class Link(asyncio.Protocol):
 
     def _reply(self, message: Message) -> None:
         if not self._requests.take(message, self.name):
-            self.late_replies += 1
-            if self.on_late is not None:
-                self.on_late(self, message)
+            self._came_late(message)
+
+    def _came_late(self, message: Message) -> None:
+        self.late_replies += 1
+        if self.on_late is not None:
+            self.on_late(self, message)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -325,6 +361,8 @@ class Link(asyncio.Protocol):
         if not self.ready.done():
             self.ready.set_exception(copy.copy(error))
         self._requests.fail(error)
+        if self._queues is not None:
+            self._queues.forget(self)
         if self._transport is not None:
             self._flush = self._loop.call_later(FLUSH_S, self._transport.abort)
             self._transport.close()
@@ -378,6 +416,8 @@ class Link(asyncio.Protocol):
 
     def _learn_endpoint(self, transport: asyncio.BaseTransport) -> None:
         connection = transport.get_extra_info("socket")
+        if connection is not None:
+            own(connection.fileno())
         if connection is not None and connection.family == socket.AF_UNIX:
             self.pid, self.uid = peer_credentials(connection)
             self.name = f"daemon with pid {self.pid}" if self._session.side == "dialler" else f"pid {self.pid}"

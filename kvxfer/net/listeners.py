@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvxfer.addresses import Address, is_loopback, is_numeric, parse_address
 from kvxfer.errors import ConfigError
+from kvxfer.net.forks import own
 
 BACKLOG = 512
 LOCK_NAME = "kvxferd.lock"
@@ -71,6 +72,7 @@ def _lock(path: Path) -> int:
     with contextlib.suppress(OSError):  # a full disk: the pid is for people, the lock is what counts
         os.ftruncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())
+    own(lock)
     return lock
 
 
@@ -89,6 +91,7 @@ def _bind_unix(path: Path, mode: int) -> socket.socket:
     except OSError as failure:
         listener.close()
         raise _unusable(path, failure) from failure
+    own(listener.fileno())
     return listener
 
 
@@ -142,6 +145,7 @@ def listen_tcp(key: str, address: Address) -> socket.socket:
     except OSError as failure:
         listener.close()
         raise bind_error(key, address, failure) from failure
+    own(listener.fileno())
     return listener
 
 

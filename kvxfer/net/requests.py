@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from kvxfer.errors import KvxferError, TooManyPending, TransferTimeout
@@ -32,10 +33,14 @@ class _Waiting:
 
 
 class Requests:
-    """Pending requests by their number. At most ``pending_max`` at a time."""
+    """Pending requests by their number. At most ``pending_max`` at a time.
 
-    def __init__(self, pending_max: int) -> None:
+    ``on_late`` gets a reply that came in the very turn in which its request was cancelled.
+    """
+
+    def __init__(self, pending_max: int, on_late: Callable[[Message], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._on_late = on_late
         self._pending_max = pending_max
         self._pending: dict[int, _Waiting | None] = {}  # None: nobody waits for the reply
         self._numbers = itertools.count(1)
@@ -60,6 +65,11 @@ class Requests:
         self._pending[number] = waiting
         try:
             return await waiting.future
+        except asyncio.CancelledError:
+            done = waiting.future
+            if done.done() and not done.cancelled() and done.exception() is None:
+                self._on_late(done.result())
+            raise
         finally:
             self._pending.pop(number, None)
             waiting.timer.cancel()

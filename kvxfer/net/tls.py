@@ -132,8 +132,9 @@ class Channel:
     TLS, so it would understand an answer without.
     """
 
-    def __init__(self, context: ssl.SSLContext, side: Side) -> None:
+    def __init__(self, context: ssl.SSLContext, side: Side, authorities: int = 0) -> None:
         self._side: Side = side
+        self.authorities = authorities
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=side == "acceptor")
         self._received = 0

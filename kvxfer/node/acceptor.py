@@ -19,6 +19,7 @@ from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts, OnLink, OnMessage, Random
+from kvxfer.net.queues import Queues
 from kvxfer.wire.session import Facts, Limits, Session
 
 log = logging.getLogger("kvxfer.acceptor")
@@ -46,6 +47,7 @@ class Acceptor:
         authorise: Callable[[Facts], None] | None = None,
         same_user: bool = False,
         limits: Limits | None = None,
+        queues: Queues | None = None,
         random: Random = secrets.token_bytes,
     ) -> None:
         self._config = config
@@ -59,6 +61,7 @@ class Acceptor:
         self._authorise = authorise
         self._same_user = same_user
         self._limits: Limits = limits or config
+        self._queues = queues
         self._random = random
         self._half_open: dict[Link, None] = {}  # in order of arrival
         self._sockets: set[Link] = set()  # whatever still has one, those that are being closed too
@@ -125,6 +128,7 @@ class Acceptor:
             on_connected=self._connected,
             on_ready=self._ready,
             channel=known.channel("acceptor") if known else None,
+            queues=self._queues,
         )
 
     def _connected(self, link: Link) -> None:

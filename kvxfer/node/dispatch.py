@@ -23,6 +23,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.net.link import Link
+from kvxfer.net.queues import Queues
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.wire import messages as m
@@ -39,6 +40,8 @@ class Forwarding(Protocol):
 
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None: ...
     def settle(self, action: act.SettleElsewhere) -> None: ...
+    def give_up(self, link: Link, request: int) -> bool: ...
+    def forget(self, link: Link) -> None: ...
 
 
 class Landings(Protocol):
@@ -69,6 +72,7 @@ class Dispatcher:
         self._due = 0.0
         self._idle: asyncio.Event | None = None
         self.registry = registry
+        self.queues = Queues(config.link_queues_bytes_max)
         self.forwarding: Forwarding
         self.landings: Landings
         self.own_addresses: frozenset[str] = frozenset()
@@ -99,6 +103,7 @@ class Dispatcher:
 
     def _remove(self, link: Link) -> None:
         self.links.discard(link)
+        self.forwarding.forget(link)
         self.run(self.registry.remove(self._clock(), link))
 
     # -- messages --------------------------------------------------------------------------------------------
@@ -161,6 +166,10 @@ class Dispatcher:
             )
         )
 
+    def _on_give_up(self, link: Link, message: m.GiveUp) -> None:
+        if not self.forwarding.give_up(link, message.request):
+            self.run(self.registry.give_up(self._clock(), link, request=message.request))
+
     def _on_settle(self, link: Link, message: m.Settle) -> None:
         node = message.node if self._is_elsewhere(link, message.node) else ()
         self.run(
@@ -213,8 +222,10 @@ class Dispatcher:
 
     def _is_slow(self, action: act.Deliver) -> bool:
         """Half of the queue stays free for what must not be refused."""
-        limit = self._config.link_queue_bytes_max // 2
-        return isinstance(action.link, Link) and action.link.queued_bytes + len(action.data) > limit
+        limit, size = self._config.link_queue_bytes_max // 2, len(action.data)
+        if not isinstance(action.link, Link):
+            return False
+        return action.link.queued_bytes + size > limit or self.queues.full(size, share=0.5)
 
     def _on_listen(self, link: Link, message: m.Listen) -> None:
         self.run(self.registry.listen(self._clock(), link, message.rid, channel=message.channel))
@@ -311,6 +322,10 @@ class Dispatcher:
         self.run(self.registry.drain(self._clock()))
         return self._idle
 
+    def cut_off(self) -> None:
+        """The time to drain is over."""
+        self.run(self.registry.cut_off(self._clock()))
+
     def close(self) -> None:
         """Stop the clock."""
         if self._timer is not None:
@@ -321,23 +336,36 @@ class Dispatcher:
         return counts.claims + counts.routes > 0
 
     def _send(self, link: Link, message: Message) -> None:
-        if link.closed.done():
-            return
         try:
-            link.send(message)
-        except PeerBackpressure as full:
-            # Dropping one message would leave the other side waiting for ever; losing the link tells it.
-            self.backpressured += 1
-            log.warning("%s: %s", link.name, full)
-            link.abort("it does not read what it is sent")
+            while not link.closed.done() and not self._sent(link, message):
+                pass  # each time another link has been dropped
         except KvxferError as error:
             log.error("cannot send %s to %s: %s", type(message).__name__, link.name, error)
             link.abort("a message could not be sent")
+
+    def _sent(self, link: Link, message: Message) -> bool:
+        """False when there is no room. Dropping one message would leave the other side waiting for ever; losing a link
+        tells it: this one, or when all together are too full, the one that reads least.
+        """
+        try:
+            link.send(message)
+        except PeerBackpressure as full:
+            longest = self.queues.longest() if full.fields.get("all_links") else link
+            slow = longest if isinstance(longest, Link) else link
+            self.backpressured += 1
+            log.warning("%s: %s", slow.name, full)
+            slow.abort("it does not read what it is sent")
+            return False
+        return True
 
     def _follow(self, link: Link) -> None:
         """A peer that live claims depend on is watched closely."""
         if link.peer.role == "peer" and not link.closed.done():
             link.set_urgent(self.registry.live_claims(link) > 0)
+
+    def link_from(self, node_id: str) -> Link | None:
+        """A usable link to a node, whoever made it."""
+        return next((link for link in self.links if link.peer.node_id == node_id and link.usable), None)
 
     def follow_node(self, node_id: str) -> None:
         """The same for every link to a node, after a claim there began or ended."""
@@ -400,6 +428,7 @@ _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
     m.Renew: Dispatcher._on_renew,
     m.Withdraw: Dispatcher._on_withdraw,
     m.Claim: Dispatcher._on_claim,
+    m.GiveUp: Dispatcher._on_give_up,
     m.Settle: Dispatcher._on_settle,
     m.PostingEvent: Dispatcher._on_event,
     m.Land: Dispatcher._on_land,

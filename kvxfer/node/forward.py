@@ -2,22 +2,26 @@
 
 The idea: a forwarded request is one bounded task, and whatever happens to it (no link, a refusal, the peer's end, the
 deadline) becomes the worker's answer. A claim on a connection that turns out to be dead is tried once more on a fresh
-one: the owner has forgotten the first try together with the connection.
+one: the owner has forgotten the first try together with the connection. A claim whose worker ends, or gives it up, is
+given up at the other node as well: an offer has one place. A settlement that nobody heard is repeated (`settling.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, KvxferError, PeerError, ProtocolError, TooManyPending
+from kvxfer.errors import ClosedError, KvxferError, PeerError, PeerUnreachable, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.node.dispatch import Dispatcher
 from kvxfer.node.pool import Pool
+from kvxfer.node.settling import NOT_TOLD, Settlements
 from kvxfer.rendezvous import actions as act
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
@@ -38,7 +42,13 @@ class Forwarder:
     """At most `requests_max` requests of one worker are under way."""
 
     def __init__(
-        self, pool: Pool, dispatcher: Dispatcher, owner: TaskOwner, config: Config, clock: Callable[[], float]
+        self,
+        pool: Pool,
+        dispatcher: Dispatcher,
+        owner: TaskOwner,
+        config: Config,
+        clock: Callable[[], float],
+        rng: random.Random,
     ) -> None:
         self._pool = pool
         self._dispatcher = dispatcher
@@ -46,6 +56,11 @@ class Forwarder:
         self._config = config
         self._clock = clock
         self._running: dict[Link, int] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        self._claims: dict[Link, dict[int, asyncio.Task[None]]] = {}
+        self.unsettled = Settlements(
+            self._tell, owner, clock=clock, rng=rng, limit=config.claims_max, keep_s=config.lease_s_max
+        )
 
     @property
     def running(self) -> int:
@@ -57,7 +72,28 @@ class Forwarder:
         self._begin(link)
         wait_s = message.wait_s if isinstance(message, m.Claim) else 0.0
         deadline = Deadline.after(wait_s + self._config.connect_s + self._config.handshake_s + REPLY_MARGIN_S)
-        self._owner.spawn(self._forward(link, message, deadline), f"forward {type(message).__name__}")
+        task = self._owner.spawn(self._forward(link, message, deadline), f"forward {type(message).__name__}")
+        task.add_done_callback(lambda _: self._end(link))
+        if isinstance(message, m.Claim):
+            self._claims.setdefault(link, {})[message.rid] = task
+            task.add_done_callback(lambda done: self._claim_ended(link, message.rid, done))
+
+    def give_up(self, link: Link, request: int) -> bool:
+        """Whether this claim was under way; it ends, and the other node is told that nobody waits for it."""
+        task = self._claims.get(link, {}).get(request)
+        return task is not None and task.cancel()
+
+    def forget(self, link: Link) -> None:
+        """The link is gone: nobody waits for what it claims elsewhere."""
+        for task in tuple(self._claims.get(link, {}).values()):
+            task.cancel()
+
+    def _claim_ended(self, link: Link, request: int, task: asyncio.Task[None]) -> None:
+        claims = self._claims[link]
+        if claims.get(request) is task:
+            del claims[request]
+        if not claims:
+            del self._claims[link]
 
     def settle(self, action: act.SettleElsewhere) -> None:
         """Tell another node how a claim ended there; relay the answer when a worker waits for it."""
@@ -69,7 +105,14 @@ class Forwarder:
                 self._dispatcher.refuse(worker, action.rid, error)
                 return
         with contextlib.suppress(ClosedError):  # this daemon ends, and the other node hears of that
-            self._owner.spawn(self._settle(action, worker), "settle elsewhere")
+            task = self._owner.spawn(self._settle(action, worker), "settle elsewhere")
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
+
+    async def wait_settled(self, timeout: float) -> None:
+        """Wait until other nodes have answered what they are being told now."""
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=timeout)
 
     def _begin(self, link: Link) -> None:
         """Count one more request of this worker. Raises `TooManyPending`."""
@@ -94,8 +137,6 @@ class Forwarder:
                 self._dispatcher.reply(link, replace(cast(Any, reply), rid=message.rid))
         except KvxferError as error:
             self._dispatcher.refuse(link, message.rid, error)
-        finally:
-            self._end(link)
 
     async def _ask(self, link: Link, message: Any, deadline: Deadline) -> Message:
         request = replace(message, node=(), rid=0)
@@ -137,19 +178,11 @@ class Forwarder:
         self._dispatcher.follow_node(reply.node_id)
 
     async def _settle(self, action: act.SettleElsewhere, worker: Link | None) -> None:
-        message = m.Settle(
-            posting=action.posting,
-            claim=action.claim,
-            outcome=action.outcome,
-            code=action.code,
-            detail=action.detail,
-        )
         try:
-            deadline = Deadline.after(self._config.connect_s + REPLY_MARGIN_S)
-            peer = await self._pool.get(action.node, action.node_id, deadline)
-            await peer.request(message, timeout=deadline.require("the peer was told"))
+            await self._tell(action)
         except KvxferError as error:
-            # Not told now; it will find out by itself: by the end of the lease, or of the data path.
+            if isinstance(error, NOT_TOLD):
+                self.unsettled.keep(replace(action, link=None, rid=0))
             if worker is not None:
                 self._dispatcher.refuse(worker, action.rid, error)
         else:
@@ -158,7 +191,32 @@ class Forwarder:
         finally:
             if worker is not None and not action.node_id:
                 self._end(worker)
-        self._dispatcher.follow_node(action.node_id)
+
+    async def _tell(self, action: act.SettleElsewhere) -> None:
+        """Settle at another node and wait until it has answered."""
+        message = m.Settle(
+            posting=action.posting,
+            claim=action.claim,
+            outcome=action.outcome,
+            code=action.code,
+            detail=action.detail,
+        )
+        deadline = Deadline.after(self._config.connect_s + REPLY_MARGIN_S)
+        try:
+            peer = await self._link_to(action, deadline)
+            await peer.request(message, timeout=deadline.require("the peer was told"))
+        finally:
+            self._dispatcher.follow_node(action.node_id)
+
+    async def _link_to(self, action: act.SettleElsewhere, deadline: Deadline) -> Link:
+        """Ours, or when the node cannot be dialled (any more) the one that it made."""
+        try:
+            return await self._pool.get(action.node, action.node_id, deadline)
+        except PeerUnreachable:
+            theirs = self._dispatcher.link_from(action.node_id)
+            if theirs is None:
+                raise
+            return theirs
 
 
 def settle_late(link: Link, message: Message) -> None:

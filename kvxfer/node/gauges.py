@@ -38,6 +38,8 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         name="kvxfer_start_time_seconds", help="When this incarnation began, Unix time.", value=server.started_at
     )
     yield Sample(name="kvxfer_ready", help="1 while this daemon accepts work.", value=server.ready)
+    text = "1 when what tcp moves is encrypted (tcp_encryption)."
+    yield Sample(name="kvxfer_tcp_encryption", help=text, value=server.config.encrypts)
     counts = server.registry.counts()
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
@@ -85,6 +87,10 @@ def _links(server: Server) -> Iterator[Sample]:
         yield Sample(name="kvxfer_links_ended", help=text, value=value, labels=labels, counter=True)
     text = "Links that were dropped because the other side did not read."
     yield Sample(name="kvxfer_links_backpressured", help=text, value=server.dispatcher.backpressured, counter=True)
+    text = "Bytes that wait to be sent on all control connections."
+    yield Sample(name="kvxfer_link_queued_bytes", help=text, value=server.dispatcher.queues.total)
+    text = "Settlements that another node could not be told yet; they are repeated."
+    yield Sample(name="kvxfer_unsettled", help=text, value=len(server.forwarder.unsettled))
     text = "Replies that came after their request had been given up."
     yield Sample(name="kvxfer_late_replies", help=text, value=server.late_replies, counter=True)
 
@@ -153,11 +159,17 @@ def _landings(server: Server) -> Iterator[Sample]:
     for name, text, value in (
         ("landings", "Landings that are written, wait for adoption or are adopted.", pool.live),
         ("landings_quarantined", "Landings that have ended, and that a peer may still reach.", pool.quarantined),
-        ("landing_used_bytes", "Bytes of the landing pool in use, quarantined ones included.", pool.used_bytes),
-        ("landing_kept_bytes", "Bytes of the landing pool that are allocated and free.", pool.kept_bytes),
-        ("landing_bytes_max", "Capacity of the landing pool.", server.config.landing_bytes_max),
     ):
         yield Sample(name=f"kvxfer_{name}", help=text, value=value)
+    for part in pool.parts:
+        on_host = part.device is None
+        labels = {"memory": "dram" if on_host else "hbm", "device": "" if on_host else str(part.device)}
+        for name, text, value in (
+            ("landing_used_bytes", "Bytes of the landing pool in use, quarantined ones included.", part.used_bytes),
+            ("landing_kept_bytes", "Bytes of the landing pool that are allocated and free.", part.kept_bytes),
+            ("landing_bytes_max", "Capacity of the landing pool.", part.bytes_max),
+        ):
+            yield Sample(name=f"kvxfer_{name}", help=text, value=value, labels=labels)
     for name, text, value in (
         ("landings_committed", "Landings that were written to their end.", pool.landed),
         ("landings_refused", "Landings that were refused because the pool was full.", pool.refused),

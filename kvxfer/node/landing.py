@@ -7,37 +7,30 @@ revokes the write access; when the engine says that nothing can write any more, 
 a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
 lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
 landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
-is `BusyError` at once.
+is `BusyError` at once. Where the memory is (`landing_memory.py`): host memory, or the least loaded of some cards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
-import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
-from kvxfer.errors import BusyError, ClosedError, ConfigError, KvxferError, TooLarge, UsageError
+from kvxfer.errors import BusyError, ClosedError, KvxferError, RegistrationError, TooLarge, UsageError
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.net.link import Link
 from kvxfer.node.dispatch import Dispatcher
+from kvxfer.node.landing_memory import Pieces, least_loaded_part, parts_of, rounded
 from kvxfer.rendezvous import actions as act
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
-
-PAGE_BYTES, LARGE_BYTES = 4 << 10, 2 << 20  # sizes are rounded up, so that memory can be used again
-PREWARM_BYTES = 64 << 20  # prewarmed memory comes in pieces of this size
-PIECES_MAX = 1024  # each of them is a descriptor of this process, of which links need some as well
-WASTE_FACTOR = 4  # a kept piece may be this much larger than what it is used for
 
 log = logging.getLogger("kvxfer.landing")
 
@@ -51,8 +44,9 @@ class Landing:
     length: int
     body: bytes = field(repr=False)
     lease_s: float
+    part: Pieces
     region: RegionInfo | None = None
-    size: int = 0
+    size: int = 0  # that counts as used in its part
     grant: int = 0  # the live one: for writing first, for reading after the commit
     ticket: str = ""
     posting: str = ""
@@ -62,7 +56,7 @@ class Landing:
 
 
 class LandingPool:
-    """All landings of one daemon, at most `landing_bytes_max` bytes of them, kept pieces included."""
+    """All landings of one daemon: in each part of the pool at most `landing_bytes_max` bytes, kept pieces included."""
 
     def __init__(
         self, plane: DataPlane, dispatcher: Dispatcher, owner: TaskOwner, config: Config, clock: Callable[[], float]
@@ -72,22 +66,10 @@ class LandingPool:
         self._owner = owner
         self._bytes_max = config.landing_bytes_max
         self._prewarm_bytes = config.landing_prewarm_bytes
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self._prewarm_bytes > host_bytes:
-            raise ConfigError(
-                "more memory is to be touched at the start than this host has",
-                key="landing_prewarm_bytes",
-                value=self._prewarm_bytes,
-                accepted=f"at most {host_bytes}",
-            )
         self._clock = clock
         self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
         self._by_posting: dict[str, Landing] = {}
-        self._kept: list[RegionInfo] = []  # free for the next landing, smallest first
-        self._pieces = 0  # kept ones, those in use, and those that are being allocated
-        self._pieces_max = max(1, min(PIECES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self.used_bytes = 0
-        self.kept_bytes = 0
+        self.parts = parts_of(plane.engine, config)
         self.quarantined = 0
         self.landed = 0
         self.refused = 0
@@ -97,6 +79,16 @@ class LandingPool:
         """Landings that are written, wait for adoption or are adopted."""
         return len(self._by_key)
 
+    @property
+    def used_bytes(self) -> int:
+        """Of all parts: in flight, waiting, adopted, or not quiet yet."""
+        return sum(part.used_bytes for part in self.parts)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all parts: allocated and free."""
+        return sum(part.kept_bytes for part in self.parts)
+
     # -- asking for one --------------------------------------------------------------------------------------
 
     def land(self, link: Link, message: m.Land) -> None:
@@ -104,22 +96,23 @@ class LandingPool:
 
         Raises `BusyError` when the pool is full, `TooLarge` for what can never fit, `UsageError` for a key in use.
         """
-        if _rounded(message.length) > self._bytes_max:  # it would never find room
+        size = rounded(message.length)
+        if size > self._bytes_max:  # it would never find room
             raise TooLarge(
-                "larger than the landing pool",
-                bytes=_rounded(message.length),
-                limit=self._bytes_max,
-                option="landing_bytes_max",
+                "larger than the landing pool", bytes=size, limit=self._bytes_max, option="landing_bytes_max"
             )
         namespace = self._dispatcher.registry.namespace_of(link)
         if (namespace, message.key) in self._by_key:
             raise UsageError("there is a landing with this key already", key=message.key)
         landing = Landing(
-            namespace=namespace, key=message.key, length=message.length, body=message.body, lease_s=message.lease_s
+            namespace=namespace,
+            key=message.key,
+            length=message.length,
+            body=message.body,
+            lease_s=message.lease_s,
+            part=self._part_for(size, self.parts),
         )
-        landing.region = self._take(_rounded(message.length))
-        landing.size = _rounded(message.length) if landing.region is None else landing.region.length
-        self.used_bytes += landing.size
+        self._take(landing)
         self._by_key[namespace, landing.key] = landing
         if landing.region is not None:
             self._offer(landing, link, message)
@@ -127,60 +120,47 @@ class LandingPool:
             self._owner.spawn(self._allocate(landing, link, message), "allocate a landing")
 
     async def prewarm(self) -> None:
-        """Allocate what the configuration wants ready."""
-        while self.kept_bytes + self.used_bytes < self._prewarm_bytes:
-            missing = self._prewarm_bytes - self.kept_bytes - self.used_bytes
-            size = min(PREWARM_BYTES, _rounded(missing))
-            if self.kept_bytes + self.used_bytes + size > self._bytes_max:
-                return
-            self.used_bytes += size  # nobody else may take the room meanwhile
-            self._pieces += 1
+        """Allocate what the configuration wants ready, in each part."""
+        for part in self.parts:
             try:
-                region = await asyncio.to_thread(self._plane.engine.alloc, size)
+                await part.prewarm(self._prewarm_bytes)
             except KvxferError as error:
-                self._pieces -= 1
                 log.warning("cannot prewarm the landing pool: %s", error)
-                return
-            finally:
-                self.used_bytes -= size
-            self._keep(region)
 
-    def _take(self, size: int) -> RegionInfo | None:
-        """A kept piece, or None when one may be allocated; makes room for it. Raises `BusyError`."""
-        fitting = [region for region in self._kept if region.length >= size]
-        room = self.used_bytes + self.kept_bytes + size <= self._bytes_max and self._pieces < self._pieces_max
-        if fitting and (fitting[0].length <= size * WASTE_FACTOR or not room):
-            self._kept.remove(fitting[0])
-            self.kept_bytes -= fitting[0].length
-            return fitting[0]
-        if self.used_bytes + size > self._bytes_max or self._pieces - len(self._kept) >= self._pieces_max:
+    def _part_for(self, size: int, parts: Sequence[Pieces]) -> Pieces:
+        try:
+            return least_loaded_part(parts, size)
+        except BusyError:
             self.refused += 1
-            raise BusyError(
-                "the landing pool is full",
-                bytes=size,
-                used_bytes=self.used_bytes,
-                limit=self._bytes_max,
-                option="landing_bytes_max",
-                hint="try again when a landing was adopted, or raise landing_bytes_max there",
-            )
-        while self._pieces >= self._pieces_max or self.used_bytes + self.kept_bytes + size > self._bytes_max:
-            region = self._kept.pop(0)
-            self._pieces -= 1
-            self.kept_bytes -= region.length
-            self._plane.engine.release(region.id)
-        self._pieces += 1
-        return None
+            raise
+
+    def _take(self, landing: Landing) -> None:
+        size = rounded(landing.length)
+        landing.region = landing.part.take(size)
+        landing.size = size if landing.region is None else landing.region.length
 
     async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
-        try:
-            landing.region = await asyncio.to_thread(self._plane.engine.alloc, landing.size)
-        except KvxferError as error:
-            self._forget(landing)
-            self._pieces -= 1
-            self.used_bytes -= landing.size
-            self._dispatcher.refuse(link, message.rid, error)
-            return
+        """New memory for it; a card that others have filled is passed over for the next one."""
+        untried = list(self.parts)
+        while landing.region is None:
+            try:
+                landing.region = await landing.part.allocate(landing.size)
+            except KvxferError as error:
+                untried.remove(landing.part)
+                if not self._elsewhere(landing, untried, error):
+                    self._forget(landing)
+                    self._dispatcher.refuse(link, message.rid, error)
+                    return
         self._offer(landing, link, message)
+
+    def _elsewhere(self, landing: Landing, untried: Sequence[Pieces], error: KvxferError) -> bool:
+        """Another part takes a landing for which its own had no memory after all."""
+        if not isinstance(error, RegistrationError) or not any(part.fits(landing.size) for part in untried):
+            return False
+        log.warning("no memory for a landing on card %s, the next one is tried: %s", landing.part.device, error)
+        landing.part = least_loaded_part(untried, landing.size)
+        self._take(landing)
+        return True
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -220,10 +200,12 @@ class LandingPool:
     def _grant(self, landing: Landing, access: int) -> bytes:
         """Access to the memory, as the body of a posting."""
         assert landing.region is not None
-        made: RemoteDescriptor = self._plane.export(landing.region, 0, landing.length, access, landing.lease_s)
+        made: RemoteDescriptor = self._plane.memory.export(landing.region, 0, landing.length, access, landing.lease_s)
         landing.grant = made.grant
-        self._plane.watch(made.grant, lambda event: self._on_engine(landing, event))
-        packed: bytes = msgpack.packb({"descriptor": made.to_dict(), "body": landing.body})
+        self._plane.memory.watch(made.grant, lambda event: self._on_engine(landing, event))
+        packed: bytes = msgpack.packb(
+            {"descriptor": made.to_dict(), "body": landing.body, "device": landing.part.device}
+        )
         return packed
 
     def _on_engine(self, landing: Landing, event: Event) -> None:
@@ -304,30 +286,12 @@ class LandingPool:
 
     def _revoke(self, landing: Landing) -> None:
         if landing.grant:
-            landing.quiet.append(self._plane.revoke_in_background(landing.grant))
+            landing.quiet.append(self._plane.memory.revoke(landing.grant))
             landing.grant = 0
 
     async def _reuse(self, landing: Landing, region: RegionInfo) -> None:
         """Quarantine: the memory is used again only when no peer can reach it any more, and then holds zeros."""
         await asyncio.gather(*landing.quiet)
-        # A mapping of the memory ends at a page, and so may what was written through it.
-        written = self._plane.engine.buffer(region)[: _rounded(landing.length)]
-        await asyncio.to_thread(_clear, written)
+        await landing.part.clear(region, landing.length)
         self.quarantined -= 1
-        self.used_bytes -= landing.size
-        self._keep(region)
-
-    def _keep(self, region: RegionInfo) -> None:
-        self.kept_bytes += region.length
-        self._kept.append(region)
-        self._kept.sort(key=lambda kept: kept.length)
-
-
-def _clear(memory: memoryview) -> None:
-    """Zero the memory; runs off the loop, and lets go of it when the engine closes meanwhile (it stays mapped)."""
-    np.frombuffer(memory, dtype=np.uint8).fill(0)
-
-
-def _rounded(length: int) -> int:
-    step = PAGE_BYTES if length <= LARGE_BYTES else LARGE_BYTES
-    return -(-length // step) * step
+        landing.part.keep(region, landing.size)

@@ -59,6 +59,7 @@ EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp 
 WORKERS_CEILING = 4096  # of the option workers_max
 LINKS_SHARE = 0.25  # of this process's descriptors, for each of peers and workers; memory and data need the others
 WORKER_DEAD_S_MAX = 60.0
+CUT_OFF_S = 0.5  # other nodes may take so long to hear of claims that were cut off
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
 
 log = logging.getLogger("kvxfer.server")
@@ -107,6 +108,7 @@ class Server:
         self.draining = False
         self.waits_for_peers = False  # until every peer of `preconnect` was reached once
         self._sweeping = False
+        self._lapsed: dict[Link, float] = {}  # links that what they were proved with no longer counts for, since when
         self._linked: list[Acceptor | Pool] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -135,7 +137,8 @@ class Server:
     async def drain(self) -> bool:
         """Take nothing new, withdraw what nobody claimed, and wait up to `drain_s` for live claims to end.
 
-        Returns whether all ended. Close the server afterwards.
+        What has not ended by then ends as cancelled (``by="draining"``) on both sides. Returns whether all ended by
+        themselves. Close the server afterwards.
         """
         self.ready, self.draining = False, True
         idle = self.dispatcher.drain()
@@ -143,7 +146,10 @@ class Server:
             async with asyncio.timeout(self.config.drain_s):
                 await idle.wait()
         except TimeoutError:
-            log.warning("drain_s is over with %d claims live", self.registry.counts().claims)
+            counts = self.registry.counts()
+            log.warning("drain_s is over, %d claims are cancelled", counts.claims + counts.routes)
+            self.dispatcher.cut_off()
+            await self.forwarder.wait_settled(CUT_OFF_S)
             return False
         return True
 
@@ -229,7 +235,8 @@ class Server:
         self._cleanup.push_async_callback(self._close_pool)
         self._linked.append(self.pool)
         self.allowed = Allowed(config)
-        self.dispatcher.forwarding = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock)
+        self.forwarder = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock, self._rng)
+        self.dispatcher.forwarding = self.forwarder
         self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
         self.dispatcher.landings = self.landings
 
@@ -237,7 +244,8 @@ class Server:
         config = self.config
         # Nobody learns a node's workers; they are told who we are, peers as well.
         facts = self._facts()
-        common: dict[str, Any] = {"on_message": self.dispatcher.on_message, "on_late": settle_late}
+        about = self.dispatcher
+        common: dict[str, Any] = {"on_message": about.on_message, "on_late": settle_late, "queues": about.queues}
         self.workers = Acceptor(
             config,
             facts,
@@ -303,7 +311,7 @@ class Server:
         return {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
 
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
-        descriptor = self.plane.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
+        descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
         _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
         self.dispatcher.run(rest)
@@ -330,6 +338,7 @@ class Server:
             expected_node_id=node_id,
             on_message=self.dispatcher.on_message,
             on_late=settle_late,
+            queues=self.dispatcher.queues,
         )
         self._watch(link, "peer")
         self.dispatcher.add(link)
@@ -346,13 +355,30 @@ class Server:
         )
 
     def reload_credentials(self) -> None:
-        """Read the files of secret and certificate again now, for connections made from here on."""
+        """Read the files of secret and certificate again now.
+
+        Connections that were proved by what is no longer accepted are closed after `reload_grace_s`.
+        """
         self.credentials.reload()
+        self._look_at_links()
 
     def _poll_credentials(self) -> None:
         if self.credentials.watches:
             self.credentials.poll()
+            self._look_at_links()
             self._poll_timer = asyncio.get_running_loop().call_later(self.config.reload_s, self._poll_credentials)
+
+    def _look_at_links(self) -> None:
+        """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
+        now, lapsed = self._clock(), {}
+        for link in (*self.peers.links, *self.pool.links):
+            if not self.credentials.accepts(link.proved_with, link.authorities, link.peer.node_id):
+                lapsed[link] = self._lapsed.get(link, now)
+        self._lapsed = lapsed
+        for link, since in lapsed.items():
+            if now - since >= self.config.reload_grace_s:
+                log.warning("%s: what it has proved itself with is no longer accepted", link.name)
+                link.start_close("what it was proved with is no longer accepted")
 
     def _stop_polling(self) -> None:
         if self._poll_timer is not None:
@@ -364,6 +390,7 @@ class Server:
     def _peer_ready(self, link: Link) -> None:
         self._watch(link, link.peer.role)
         self.pool.heard_from(link.peer.node_id)
+        self.forwarder.unsettled.heard_from(link.peer.node_id)
         self.dispatcher.add(link)
 
     def _worker_ready(self, link: Link) -> None:
@@ -433,6 +460,7 @@ class Server:
             "protocol": VERSIONS[1],
             "addresses": list(self.addresses),
             "data_advertise": list(self.data_hosts),
+            "tcp_encryption": self.config.tcp_encryption,
             "engine_id": self.engine.engine_id.hex(),
             "transports": [info.name for info in self.engine.transports],
             "unavailable": dict(self.engine.unavailable),
@@ -441,6 +469,7 @@ class Server:
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),
             "breakers": self.pool.states(),
+            "unsettled": len(self.forwarder.unsettled),
             "landing_used_bytes": self.landings.used_bytes,
         }
         packed: bytes = msgpack.packb(status)

@@ -48,6 +48,7 @@ from kvxfer.rendezvous.tally import AIMS, WITHDRAWN, Tally
 from kvxfer.rendezvous.timeline import Timeline
 
 DETAIL_CHARS_MAX = 1000
+DRAINED = "the daemon was told to stop, and its time to drain is over"
 _ID_ATTEMPTS = 8
 
 
@@ -174,6 +175,16 @@ class Book:
             actions += [notice, *self._end(now, posting, "withdrawn", PeerDraining.code, "")]
         return actions
 
+    def cut_off(self, now: float) -> list[Action]:
+        """The time to drain is over: what still runs ends, and both sides are told why."""
+        actions: list[Action] = []
+        for posting in list(self._postings.values()):
+            for claim in list(posting.claims.values()):
+                if claim.party is not None:
+                    actions.append(_notice(claim, "withdrawn", PeerDraining.code, DRAINED, to=claim.party))
+                actions += self._settle(now, claim, "settled", PeerDraining.code, DRAINED, tell=True)
+        return actions + self.drain(now)
+
     # -- the claimant ----------------------------------------------------------------------------------------
 
     def claim(
@@ -204,6 +215,13 @@ class Book:
         waiter = self._waiting.enter(party, rid, line, engine_id, why)
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
+
+    def give_up(self, party: Party, rid: int) -> bool:
+        """Whether one of the party's claims waited under this number; it does no longer."""
+        waiter = next((waiter for waiter in party.waiters.values() if waiter.rid == rid), None)
+        if waiter is not None:
+            self._drop_waiter(waiter)
+        return waiter is not None
 
     def settle(
         self, now: float, party: Party, rid: int, key: ClaimKey, outcome: str, code: str, detail: str

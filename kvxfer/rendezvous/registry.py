@@ -18,13 +18,14 @@ from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
     KvxferError,
+    PeerDraining,
     PeerIncarnationMismatch,
     PeerLost,
     TooManyPending,
     UsageError,
 )
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
-from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import Mailboxes
 from kvxfer.rendezvous.postings import Party, is_greedy
 from kvxfer.rendezvous.routes import Routes
@@ -194,6 +195,14 @@ class Registry:
             self.tally.refuse(kind, answer[-1].error.code)
         return answer
 
+    def give_up(self, now: float, link: Link, *, request: int) -> list[Action]:
+        """The claim with this `rid` waits no longer. What has been answered already is settled, not given up."""
+        actions = self.expire(now)
+        party = self._parties.get(link)
+        if party is None or not self._book.give_up(party, request):
+            self._count_unexpected("give_up", "unknown_request")
+        return actions
+
     def claimed_elsewhere(self, now: float, answer: Claimed) -> list[Action]:
         """Another node granted a claim of our worker (`answer.link`, `answer.rid`): keep the route and pass it on.
 
@@ -315,6 +324,25 @@ class Registry:
     def drain(self, now: float) -> list[Action]:
         """Take nothing new, withdraw what nobody has claimed; live claims go on."""
         return self.expire(now) + self._book.drain(now)
+
+    def cut_off(self, now: float) -> list[Action]:
+        """The time to drain is over: end every claim, here and (for our workers) elsewhere."""
+        actions = self.expire(now) + self._book.cut_off(now)
+        for route in self._routes.all():
+            key = route.key
+            self._routes.drop(route)
+            actions.append(
+                Notify(
+                    link=route.party.link,
+                    posting=key[0],
+                    claim=key[1],
+                    what="withdrawn",
+                    code=PeerDraining.code,
+                    detail=DRAINED,
+                )
+            )
+            actions.append(_settle_elsewhere(route.node_id, key, "cancelled", PeerDraining.code, DRAINED))
+        return actions
 
     @property
     def tally(self) -> Tally:

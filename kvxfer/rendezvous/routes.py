@@ -23,6 +23,9 @@ class Routes:
     def get(self, key: ClaimKey) -> Route | None:
         return self._routes.get(key)
 
+    def all(self) -> list[Route]:
+        return list(self._routes.values())
+
     def live_to(self, node_id: str) -> int:
         """Claims on postings of this node."""
         return len(self._by_node.get(node_id, ()))

@@ -291,6 +291,14 @@ class PostingEvent(Message):
     engine_id: IdentityOrAny = ""
 
 
+@numbered(28)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GiveUp(Message):
+    """Whoever sent the Claim numbered `request`: nobody waits for its answer any more. Not answered itself."""
+
+    request: Rid
+
+
 @numbered(40)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Land(Message):

@@ -150,6 +150,7 @@ class Session:
         self.state = State.HELLO_SENT if side == "dialler" else State.ACCEPTED
         self.link_role = facts.role if side == "dialler" else ""
         self.urgent = False
+        self.proved_with = b""  # the secret with which the other side has proved itself
         self.goodbye: str | None = None  # the peer's reason, once it has said that it will leave
         self._limits = limits
         self._nonce = nonce
@@ -423,6 +424,7 @@ class Session:
             raise AuthenticationError(
                 "the peer's shared secret is not the same as this side's", hint="give all nodes the same secret_file"
             )
+        self.proved_with = found
         return found
 
     def _on_proof(self, proof: m.Proof) -> Step:
@@ -430,7 +432,9 @@ class Session:
         assert self._welcome is not None
         if self._auth_required:
             said = transcript(self._hello, self._welcome)
-            if not find_secret(self._accepted_from(self._hello.node_id), "dialler", said, proof.proof):
+            secrets = self._accepted_from(self._hello.node_id)
+            self.proved_with = find_secret(secrets, "dialler", said, proof.proof)
+            if not self.proved_with:
                 raise AuthenticationError(
                     "the dialler's shared secret is missing or not the same as this side's"
                     if self._keys is None

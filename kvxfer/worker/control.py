@@ -18,7 +18,7 @@ import msgpack
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
+from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
 from kvxfer.wire import messages as m
@@ -88,6 +88,7 @@ class Control:
         self.incarnation = ""
         self.addresses: tuple[str, ...] = ()
         self.advertise: tuple[str, ...] = ()
+        self._encryption = ""  # the daemon's tcp_encryption
         self.on_identity: Callable[[], None] = _nobody
         self.unexpected_events = 0
         self.reconnects = 0
@@ -97,6 +98,11 @@ class Control:
     async def start(self) -> None:
         """Connect for the first time; raises `DaemonUnavailable` naming the socket and what to do."""
         await self._connect()
+        here, there = self._config.tcp_encryption, self._encryption
+        if here != there:
+            why = f"tcp_encryption is {here} here and {there} at this node's daemon"
+            hint = "all engines of a node are reached in the same way: give both the same value"
+            raise ConfigError(why, key="tcp_encryption", value=here, hint=hint)
 
     @property
     def connected(self) -> bool:
@@ -125,6 +131,7 @@ class Control:
             node_id, incarnation = str(status["node_id"]), str(status["incarnation"])
             addresses = tuple(str(address) for address in status["addresses"])
             advertise = tuple(str(host) for host in status.get("data_advertise", ()))
+            self._encryption = str(status.get("tcp_encryption", "off"))
         except (ValueError, KeyError, TypeError, AttributeError) as wrong:
             raise ProtocolError(f"the daemon's status makes no sense: {wrong!r}") from wrong
         self.node_id, self.incarnation, self.addresses, self.advertise = node_id, incarnation, addresses, advertise
@@ -281,6 +288,7 @@ class Control:
             reply = await shared(pending)
         except asyncio.CancelledError:
             pending.add_done_callback(lambda done: self._claimed_too_late(message.node, done))
+            pending.cancel()  # it gives the claim up; one that was granted on the way is settled when that arrives
             raise
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)

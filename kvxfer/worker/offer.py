@@ -23,7 +23,7 @@ from kvxfer.errors import (
     TransferTimeout,
     UnknownRegion,
     UsageError,
-    from_code,
+    ended_by_other,
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
@@ -98,7 +98,7 @@ class Landing:
             for region in self._cache.regions:
                 descriptors.append(region.lend("w", self._region_released))
                 self._grants.append((region, descriptors[-1].grant))
-                plane.watch(descriptors[-1].grant, self._on_data)
+                plane.memory.watch(descriptors[-1].grant, self._on_data)
             plane.stalls.begin(self, self._progress)
             body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
@@ -224,9 +224,7 @@ class Landing:
             # The commit came before this message, if there was one.
             self._fail_if_not_committed(ProtocolError("the push says that it is done, but it has not committed"))
         elif event.what == "settled":
-            self._fail_if_not_committed(
-                from_code(event.code or "cancelled", event.detail or "the peer ended the push", by="peer")
-            )
+            self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the peer ended the push"))
         elif event.what == "lost":
             self._fail_if_not_committed(
                 PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen))
@@ -234,9 +232,7 @@ class Landing:
         elif event.what == "expired":
             self._fail_if_not_committed(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
         elif event.what == "withdrawn":
-            self._fail_if_not_committed(
-                from_code(event.code or "cancelled", event.detail or "the daemon withdrew the offer")
-            )
+            self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
         elif event.what == "orphaned" and not any(
             self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
         ):
@@ -290,7 +286,7 @@ class Landing:
         self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
         self._quiet = self._client.release_when_quiet(span, self._take_back())
         for _, grant in self._grants:
-            self._client.plane.hear_no_more(grant)
+            self._client.plane.memory.hear_no_more(grant)
         self._withdraw()
         self._wake()
 

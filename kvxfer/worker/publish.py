@@ -28,7 +28,7 @@ from kvxfer.errors import (
     TransferTimeout,
     UnknownTransfer,
     UsageError,
-    from_code,
+    ended_by_other,
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
@@ -127,7 +127,7 @@ class Publication:
             for region in self._cache.regions:
                 descriptors.append(region.lend("r", self._region_released))
                 self._grants.append((region, descriptors[-1].grant))
-                plane.watch(descriptors[-1].grant, self._on_data)
+                plane.memory.watch(descriptors[-1].grant, self._on_data)
             posting = Posting(
                 layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
             )
@@ -381,8 +381,8 @@ class Pull:
         if event.what == "lost":
             self._fail(PeerLost(f"the publisher of {self._ticket.request_id} died"))
         elif event.what in ("withdrawn", "expired"):
-            code = "lease_expired" if event.what == "expired" else "cancelled"
-            self._fail(from_code(code, event.detail or f"the ticket was {event.what}", by="peer"))
+            code = LeaseExpired.code if event.what == "expired" else event.code
+            self._fail(ended_by_other(code, event.detail or f"the ticket was {event.what}"))
 
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:

@@ -22,12 +22,13 @@ from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     ClosedError,
     KvxferError,
+    LeaseExpired,
     PeerLost,
     ProtocolError,
     TransferCancelled,
     TransferTimeout,
     UsageError,
-    from_code,
+    ended_by_other,
 )
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.region import KVCache
@@ -196,10 +197,10 @@ class Push:
         if event.what == "lost":
             self._offer_ended(PeerLost(f"the worker that offered {self.request_id} died"))
         elif event.what in ("withdrawn", "expired"):
-            code = {"expired": "lease_expired"}.get(event.what, "cancelled")
+            code = {"expired": LeaseExpired.code}.get(event.what, event.code)
             self._committed_there |= self._committing and event.detail == COMMITTED
             why = f": {event.detail}" if event.detail else ""
-            self._offer_ended(from_code(code, f"the offer {self.request_id} was {event.what}{why}", by="peer"))
+            self._offer_ended(ended_by_other(code, f"the offer {self.request_id} was {event.what}{why}"))
 
     def _offer_ended(self, error: KvxferError) -> None:
         """Once the commit is on its way the data path decides: this message may have overtaken its acknowledgement."""

@@ -444,6 +444,15 @@ class Actor(Many, Mail, Load):
             "tasks": len([task for task in asyncio.all_tasks() if not task.done()]),
         }
 
+    async def fork(self) -> dict[str, Any]:
+        """A child that does nothing, and holds whatever it got."""
+        child = os.fork()
+        if child == 0:
+            os.closerange(0, 3)  # those of the harness
+            time.sleep(120)  # noqa: ASYNC251 - there is no loop in here
+            os._exit(0)
+        return {"pid": child}
+
     async def sockets(self) -> dict[str, Any]:
         """Open sockets of this process."""
         count = 0

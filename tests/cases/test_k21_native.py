@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import threading
 import time
 
@@ -15,8 +16,8 @@ from kvxfer.errors import KvxferError, WrongThread
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import Status, error_for
 from kvxfer.testing.processes import python_process
-from tests.cases.facts import limit
-from tests.cases.harness import ROOT
+from tests.cases.facts import limit, within
+from tests.cases.harness import ROOT, Cluster, metric, slow
 from tests.native.hixl_process import MIB, Near, control, other
 from tests.native.simulated import simulated
 
@@ -153,6 +154,47 @@ async def test_c86_forks(transport: str, tmp_path: object) -> None:
     async with python_process([script, transport], name="forks", environment={"PYTHONPATH": ROOT}) as process:
         assert await process.readline(limit(60)) == "exact\n"
         assert await process.wait(limit(10)) == 0
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("end", ["killed", "closed"])
+async def test_c86_a_child_keeps_no_connection_of_its_parent(nodes: Cluster, end: str) -> None:
+    """The parent ends, its child lives: the other side, and the daemon, notice as if there were no child."""
+    a, b = await nodes.fresh(b=slow(nodes.transport, "chunk_bytes=4096,chunk_ms=100"))
+    for side in (a, b):
+        await side.do("alloc", name="m", length=1 << 20)
+        await side.do("cache", name="c", blocks=16)
+    described = (await a.do("describe", name="m"))["descriptor"]
+    alone = (await b.do("sockets"))["sockets"]
+    ticket = (await a.do("publish", name="p", cache="c", blocks=list(range(16))))["ticket"]
+    await b.do("start", name="t", way="get", region="m", descriptor=described)
+    await b.do("pull", name="q", ticket=ticket, cache="c", blocks=list(range(16)))
+    await asyncio.sleep(0.2)
+    child = (await a.do("fork"))["pid"]
+    try:
+        if end == "killed":
+            a.process.kill()
+            await a.process.wait()
+        else:
+            await a.do("close")
+        with within(2, "the end of what reads from it"):
+            assert (await b.do("outcome", name="t"))["state"] == "failed"
+            assert (await b.do("ended", name="q"))["outcome"] == "failed"
+        with within(2, "the end of its connections"):
+            while (await b.do("sockets"))["sockets"] > alone or await metric(a, "kvxfer_workers"):
+                await asyncio.sleep(0.05)
+        os.kill(child, 0)  # it is still there
+        if end == "killed":
+            await a.reopen(transports=[nodes.transport])
+        else:
+            a.facts = await a.do("open", socket=str(a.socket), transports=[nodes.transport])
+        await a.do("alloc", name="again", length=4096)
+        again = (await a.do("describe", name="again"))["descriptor"]
+        await b.do("start", name="u", way="get", region="m", descriptor=again, span=(0, 4096))
+        ended = await b.do("outcome", name="u")
+        assert ended["state"] == "done", ended
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def write(path: str) -> None:

@@ -37,7 +37,7 @@ FINE = {
         for name in (
             *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
             *("numa_node", "ping_device", "hixl_options"),
-            *("tls_cert", "tls_key", "tls_ca", "allow_nodes", "allow_namespaces", "socket_uids"),
+            *("tls_cert", "tls_key", "tls_ca", "allow_nodes", "allow_namespaces", "socket_uids", "landing_devices"),
         )
     ),
     *((name, text) for name in ("namespace", "allow_namespaces") for text in ("abc", "9" * 39)),

@@ -75,8 +75,8 @@ async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_pa
         connect = engine.connect
         ended: list[int] = []
 
-        def connect_and_lose(transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
-            peer, completion = connect(transport, endpoint)
+        def connect_and_lose(transport: int, endpoint: str, secret: bytes | None) -> tuple[int, asyncio.Future[Event]]:
+            peer, completion = connect(transport, endpoint, secret)
             if not ended and endpoint.startswith("127."):
                 # Both events in one batch: the coroutine hears of the connection after its end.
                 completion.add_done_callback(lambda _: reach.peer_down(peer))

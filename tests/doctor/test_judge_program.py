@@ -14,7 +14,7 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
 def test_a_whole_copy() -> None:
     findings = by_check(list(judge_program(Program(packages={"numpy": "2.0", "cffi": "2.0"}))))
     assert {finding.state for finding in findings.values()} == {State.OK}
-    assert set(findings) == {"python", "native engine", "packages"}
+    assert set(findings) == {"python", "native engine", "packages", "tcp_encryption"}
 
 
 def test_what_may_be_broken() -> None:
@@ -23,6 +23,14 @@ def test_what_may_be_broken() -> None:
     assert {finding.state for finding in findings.values()} == {State.PROBLEM}
     assert "GLIBC_2.99" in findings["native engine"].found
     assert "pip install numpy" in findings["packages"].advice
+
+
+def test_without_libcrypto_tcp_cannot_encrypt() -> None:
+    findings = by_check(list(judge_program(Program(encryption_error="libcrypto.so.3: no such file"))))
+    assert findings["tcp_encryption"].state is State.NOT_HERE
+    assert "libcrypto.so.3" in findings["tcp_encryption"].found
+    [found] = judge_transports((Transport(name="tcp", memory="dram", encrypted=True),))
+    assert found.found == "available for dram, encrypted"
 
 
 def test_a_transport_that_is_only_a_default_may_be_missing() -> None:

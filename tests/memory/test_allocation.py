@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.dataplane.mapped import map_host
 from kvxfer.errors import (
     AlignmentError,
     KvxferError,
@@ -116,6 +117,7 @@ assert libc.prctl(22, 2, fprog, 0, 0) == 0
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(message)s")
 
 import kvxfer
+from kvxfer.dataplane.mapped import map_host
 
 async def main():
     async with kvxfer.local() as client:
@@ -364,7 +366,7 @@ async def test_memory_of_a_device_is_not_mapped() -> None:
     async with kvxfer.local(**SMALL) as client:
         region = await client.alloc(MIB, memory="hbm", device=0)
         with pytest.raises(TransportError, match="cannot be mapped"):
-            await client.plane.map(region.descriptor("r"))
+            await map_host(client.plane, region.descriptor("r"))
 
 
 @simulated()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import UsageError
-from kvxfer.memory.placement import GROUP_MAX, Load, check_group, headroom_advice, least_loaded
+from kvxfer.memory.placement import GROUP_MAX, Held, Load, check_group, headroom_advice, least_held, least_loaded
 
 
 def load(device: int, available_bytes: int, live_tokens: int = 0) -> Load:
@@ -34,6 +34,18 @@ def test_a_burst_spreads(lengths: list[int]) -> None:
         assert pending[chosen] == min(pending.values())
         pending[chosen] += length
     assert max(pending.values()) - min(pending.values()) <= max(lengths)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=12))
+def test_a_landing_goes_where_least_is_held_and_it_fits(parts: list[tuple[int, bool]]) -> None:
+    held = [Held(part=number, bytes=size, fits=fits) for number, (size, fits) in enumerate(parts)]
+    chosen = least_held(held)
+    fitting = [size for size, fits in parts if fits]
+    if chosen is None:
+        assert not fitting
+    else:
+        assert parts[chosen] == (min(fitting), True)
+        assert chosen == parts.index(parts[chosen]), "the first of equals"
 
 
 def test_groups() -> None:

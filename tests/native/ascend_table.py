@@ -319,10 +319,31 @@ def streams() -> None:
     assert read_device(table, hbm, 1024) == data[:1024]
     with refuses(Status.INVALID):
         table.copies(0, stream, [(ffi.NULL, hbm, 16)])
-    control(DEVICE_LOST="0")
-    assert Status(table.table.stream_poll(0, stream, raw)) is Status.DEVICE
-    control()
+    lost(table, stream, hbm, pinned)
     table.stream_close(0, stream, False)
+
+
+def lost(table: Table, stream: Any, hbm: Any, pinned: Any) -> None:
+    """A card that is lost, or a library that cannot be asked, has not said that nothing moves."""
+    raw = ffi.new("uint32_t *")
+    control(STALL="1")
+    table.copies(0, stream, [(hbm, pinned, 1024)])
+    for fault, status in (
+        ({"DEVICE_LOST": "0"}, Status.DEVICE),
+        ({"FAIL": "syncstream:*:107002,streamquery:*:107002"}, Status.NO_CONTEXT),
+    ):
+        control(STALL="1", **fault)
+        assert Status(table.table.stream_poll(0, stream, raw)) is status
+        with refuses(status):
+            table.stream_abort(0, stream)
+    control()
+    table.stream_abort(0, stream)  # now it can: the stream is as new
+    table.copies(0, stream, [(hbm, pinned, 1024)])
+    assert table.rest(0, stream) is Status.OK
+    # The error of a task says that the task is over, with the library's word that the stream is idle.
+    control(FAIL="syncstream:*:507053")
+    table.stream_abort(0, stream)
+    control()
 
 
 def ipc() -> None:

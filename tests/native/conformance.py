@@ -6,8 +6,9 @@ The cases are in `conformance_moving.py`, `conformance_refusing.py` and `conform
 
 "shm@process": the owner is in another process (`owner_process.py`), one for all cases, with fresh engines for each.
 
-"hixl:hbm-pinned:network" also says what memory the owner and the initiator have, and which way the bytes are to go.
-Those need (simulated) cards and a process of their own: `hixl_suite.py`.
+"tcp@encrypted" is tcp with `tcp_encryption` on both sides. "hixl:hbm-pinned:network" also says what memory the owner
+and the initiator have, and which way the bytes are to go. Those need (simulated) cards and a process of their own:
+`hixl_suite.py`.
 """
 
 from __future__ import annotations
@@ -156,10 +157,11 @@ class Pair:
 
     def __init__(self, directory: Path, name: str, owners: Owners | None = None) -> None:
         self.directory = directory
-        name, _, where = name.partition("@")
-        assert where in ("", "process")
-        self.owners = owners if where else None
-        assert bool(where) == (self.owners is not None)
+        name, _, variant = name.partition("@")
+        assert variant in ("", "process", "encrypted")
+        self.owners = owners
+        assert (variant == "process") == (self.owners is not None)
+        self.encrypted = variant == "encrypted"
         transport, _, rest = name.partition(":")
         kinds, _, way = rest.partition(":")
         owner, _, initiator = (kinds or "dram-dram").partition("-")
@@ -183,6 +185,8 @@ class Pair:
         device = None if kind == MemoryKind.DRAM else which
         if self.way:
             changes["device_ipc"] = self.way == "copy"
+        if self.encrypted:
+            changes = {"tcp_encryption": "on"} | changes
         arguments = (self.directory, (self.transport,), kind, device)
         if which == 0 and self.owners is not None:
             made = cast(Side, self.owners.open(*arguments, **changes))
@@ -218,7 +222,7 @@ class Pair:
         return self.owner.engine.transports[self.index]
 
     async def connect(self) -> int:
-        peer, done = self.initiator.engine.connect(self.index, self.info.endpoint)
+        peer, done = self.initiator.engine.connect(self.index, self.info.endpoint, self.info.secret)
         event = await within(done)
         assert (event.kind, event.status, event.id) == (EventKind.CONNECT, 0, peer)
         return peer

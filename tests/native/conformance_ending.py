@@ -277,6 +277,7 @@ async def test_an_initiator_that_dies_is_noticed(pair: Pair) -> None:
         "generation": grant.generation,
         "length": grant.length,
         "key": grant.key.hex(),
+        "secret": (pair.info.secret or b"").hex(),
     }
     victim = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -304,7 +305,7 @@ async def test_nobody_there(pair: Pair) -> None:
     endpoint = "00" * 16 if other is None else other.engine.transports[pair.index].endpoint
     if other is not None:
         other.close()
-    peer, done = pair.initiator.engine.connect(pair.index, endpoint)
+    peer, done = pair.initiator.engine.connect(pair.index, endpoint, pair.info.secret)
     event = await within(done)
     assert (event.kind, event.id) == (EventKind.CONNECT, peer)
     assert event.status in (Status.UNREACHABLE, Status.OTHER_HOST, Status.PEER_LOST)
@@ -319,7 +320,7 @@ async def test_nobody_there(pair: Pair) -> None:
 
 
 async def test_closing_a_peer_while_it_connects(pair: Pair) -> None:
-    peer, connecting = pair.initiator.engine.connect(pair.index, pair.info.endpoint)
+    peer, connecting = pair.initiator.engine.connect(pair.index, pair.info.endpoint, pair.info.secret)
     closing = pair.initiator.engine.close_peer(peer)
     assert (await within(closing)).kind == EventKind.PEER_CLOSED
     assert connecting.done()

@@ -13,6 +13,7 @@ from tests.native.conformance import Pair, short_directory
 from tests.native.owner_process import Owners
 
 TRANSPORTS = ("loop", "shm", "tcp", "fault+loop", "fault+shm", "fault+tcp", "shm@process", "tcp@process")
+TRANSPORTS += ("tcp@encrypted",)
 if "KVXFER_CONFORMANCE" in os.environ:
     TRANSPORTS = tuple(os.environ["KVXFER_CONFORMANCE"].split(","))
 
@@ -34,12 +35,12 @@ def owners() -> Iterator[Callable[[], Owners]]:
 
 def each(names: Iterable[str]) -> list[Any]:
     """As parameters: the loop of this process matters little to an engine of another one."""
-    return [pytest.param(name, marks=pytest.mark.once) if "@" in name else name for name in names]
+    return [pytest.param(name, marks=pytest.mark.once) if name.endswith("@process") else name for name in names]
 
 
 @pytest_asyncio.fixture(params=each(TRANSPORTS))
 async def pair(request: pytest.FixtureRequest, owners: Callable[[], Owners]) -> AsyncIterator[Pair]:
-    apart = owners() if "@" in request.param else None
+    apart = owners() if request.param.endswith("@process") else None
     with short_directory() as directory:
         made = Pair(directory, request.param, apart)
         try:

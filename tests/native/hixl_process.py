@@ -56,6 +56,10 @@ def told(grant: GrantInfo, length: int) -> dict[str, Any]:
     return values | {"key": grant.key.hex()}
 
 
+def counts(memory: Any) -> list[int]:
+    return [int(count) for count in np.bincount(memory, minlength=256)]
+
+
 async def settle() -> None:
     """Until the simulation has seen a `control`, and what it let go of has moved."""
     await asyncio.sleep(0.04)
@@ -209,7 +213,7 @@ class Servant:
 
     async def look(self, grant: int) -> list[int]:
         """How often each byte occurs."""
-        return [int(count) for count in np.bincount(self.near.read(self.offers[grant]), minlength=256)]
+        return counts(self.near.read(self.offers[grant]))
 
     async def fill(self, grant: int, value: int) -> None:
         self.near.fill(self.offers[grant], value)
@@ -220,11 +224,18 @@ class Servant:
     async def reach(self, endpoint: str, grant: dict[str, Any]) -> None:
         self.imports["it"] = await self.near.import_(await self.near.connect(endpoint), grant)
 
-    async def put(self, length: int, value: int, wait: bool) -> int | None:
-        region = self.near.alloc(length, MemoryKind.HBM, 0, value)
-        outcome = self.near.start(OpKind.PUT, region, self.imports["it"])
-        self.running.append(outcome)
+    async def put(self, length: int, value: int, wait: bool, *, way: str = "PUT", kind: str = "HBM") -> int | None:
+        region = self.near.alloc(length, MemoryKind[kind], 0, value)
+        outcome = self.near.start(OpKind[way], region, self.imports["it"])
+        self.running.append((region, outcome))
         return int((await within(outcome[1])).status) if wait else None
+
+    async def running_look(self) -> list[int]:
+        """Of the memory of the last transfer that was started here."""
+        return counts(self.near.read(self.running[-1][0]))
+
+    async def running_end(self) -> int:
+        return int((await within(self.running[-1][1][1])).status)
 
     async def told(self) -> list[int]:
         event = await self.near.event(EventKind.NOTIFY)

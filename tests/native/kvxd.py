@@ -21,6 +21,7 @@ HELLO = struct.Struct("<4sBBBBB3xiI8s16s16s4x")
 HEADER = struct.Struct("<4sBBHIiQIIQQQQQ")
 TRAILER = struct.Struct("<iI8x")
 DIALLER, ACCEPTOR = 1, 2
+SIDE_DIALLER, SIDE_ACCEPTOR = 3, 4
 F_NOTIFY, F_CHECK, F_BARE = 1, 2, 4
 SEGMENT_UNKNOWN = 0xFFFFFFFF
 MASK = (1 << 64) - 1
@@ -38,6 +39,11 @@ class Type(IntEnum):
     ACK = 7
     DATA = 8
     BYE = 9
+    LOCATION = 10
+    REVOKE = 11
+    QUIET = 12
+    PING = 13
+    PONG = 14
 
 
 def siphash128(key: bytes, data: bytes) -> bytes:
@@ -122,6 +128,9 @@ class Speaker:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: int) -> None:
         self.reader, self.writer, self.role = reader, writer, role
+        self.other = {DIALLER: ACCEPTOR, ACCEPTOR: DIALLER, SIDE_DIALLER: SIDE_ACCEPTOR, SIDE_ACCEPTOR: SIDE_DIALLER}[
+            role
+        ]
         self.nonce = os.urandom(16)
         self.nonces = b""
         self.sent = self.received = 0
@@ -142,8 +151,8 @@ class Speaker:
         self.writer.write(hello(self.role, self.nonce, **changes))
         data = await self.exactly(HELLO_BYTES)
         magic, version, kind, role, _, _, status, _, _, nonce, _ = HELLO.unpack(data)
-        assert (magic, version, kind, role) == (MAGIC, VERSION, Type.HELLO, 3 - self.role)
-        self.nonces = self.nonce + nonce if self.role == DIALLER else nonce + self.nonce
+        assert (magic, version, kind, role) == (MAGIC, VERSION, Type.HELLO, self.other)
+        self.nonces = self.nonce + nonce if self.role in (DIALLER, SIDE_DIALLER) else nonce + self.nonce
         return int(status)
 
     async def exactly(self, count: int) -> bytes:
@@ -177,7 +186,7 @@ class Speaker:
         )
         assert (magic, version) == (MAGIC, VERSION)
         listed = await self.exactly(count * 16) if count else b""
-        other = 3 - self.role
+        other = self.other
         proved = data[72:] == self.mac(key, self.received, other, 1, data[:72] + listed)
         payload, trailer_status = b"", 0
         if kind in (Type.PUT, Type.DATA):
@@ -217,11 +226,11 @@ class Speaker:
             return b""
 
 
-async def dial(endpoint: str) -> Speaker:
+async def dial(endpoint: str, role: int = DIALLER) -> Speaker:
     """A connection to an engine, before the hellos."""
     host, _, port = endpoint.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    return Speaker(reader, writer, DIALLER)
+    return Speaker(reader, writer, role)
 
 
 def segments_of(rows: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -18,10 +18,11 @@ async def main(what: dict[str, str]) -> None:
         copy_threads=1,
         tcp_threads=1,
         tcp_streams=2,
+        tcp_encryption="on" if what["secret"] else "off",
     )
     engine = Engine(config)
     engine.attach(asyncio.get_running_loop(), lambda event: None)
-    peer, connected = engine.connect(1, what["endpoint"])
+    peer, connected = engine.connect(1, what["endpoint"], bytes.fromhex(what["secret"]) or None)
     assert (await connected).status == 0
     import_, imported = engine.import_(
         peer,

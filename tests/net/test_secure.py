@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.addresses import parse_address
 from kvxfer.config import Config
+from kvxfer.deadline import Deadline
 from kvxfer.errors import AuthenticationError, ClosedError, KvxferError, PeerDraining, PeerLost, PeerUnreachable
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
@@ -195,3 +196,57 @@ async def test_new_links_use_the_new_certificate_and_old_ones_stay(authority: Au
             assert isinstance(link, Link)
             await link.aclose("done")
             assert isinstance(link.closed.result(), ClosedError)
+
+
+async def test_links_end_when_their_authority_was_taken_away(authority: Authority, tmp_path: Path) -> None:
+    """After the grace, in both directions; who has a certificate of what is left connects again."""
+    next_one = Authority(tmp_path / "next", "next")
+    both = tmp_path / "both.pem"
+    both.write_bytes(authority.cert.read_bytes() + next_one.cert.read_bytes())
+    old_peer, new_peer = authority.issue("old", B), next_one.issue("new", C)
+    own = Files(*[tmp_path / f"own.{part}" for part in ("pem", "key", "ca")])
+    issued = next_one.issue("own", A)
+    for mine, its in ((own.cert, issued.cert), (own.key, issued.key), (own.ca, both)):
+        mine.write_bytes(its.read_bytes())
+    own.key.chmod(0o600)
+    async with node(**own.options(), reload_s=0.05, reload_grace_s=0.3) as there:
+        old = await dial(there, Files(old_peer.cert, old_peer.key, both), B)
+        new = await dial(there, Files(new_peer.cert, new_peer.key, both), C)
+        own.ca.write_bytes(next_one.cert.read_bytes())
+        await until(lambda: there.credentials.authorities == 1)
+        assert old.usable, "not before the grace is over"
+        for link in (old, new):
+            assert isinstance(await link.wait_closed(), PeerDraining)
+        with pytest.raises(KvxferError):
+            await dial(there, Files(old_peer.cert, old_peer.key, both), B)
+        again = await dial(there, Files(new_peer.cert, new_peer.key, both), C)
+        await asyncio.sleep(0.5)
+        assert again.usable
+        await again.aclose("done")
+
+
+def keep_secrets(path: Path, *secrets: str) -> str:
+    fresh = path.with_suffix(".new")
+    fresh.write_text("\n".join(secrets) + "\n")
+    fresh.chmod(0o600)
+    fresh.replace(path)
+    return str(path)
+
+
+async def test_links_end_when_their_secret_was_taken_away(tmp_path: Path) -> None:
+    """After the grace; who knows what is left connects again, and stays."""
+    old, new, path = "the old secret of all", "the new secret of all", tmp_path / "secret"
+    ours = {"secret_file": keep_secrets(path, old, new), "reload_s": 0.05, "reload_grace_s": 0.3}
+    theirs = {"secret_file": keep_secrets(tmp_path / "theirs", new, old)}
+    async with node(**ours) as there, node(secret=old) as late, node(**theirs) as early:
+        links = [await one.pool.get(there.addresses, "", Deadline.after(5)) for one in (late, early)]
+        keep_secrets(path, new)
+        await until(lambda: there.credentials.secrets == (new.encode(),))
+        assert all(link.usable for link in links), "not before the grace is over"
+        for link in links:
+            assert isinstance(await link.wait_closed(), PeerDraining)
+        with pytest.raises(AuthenticationError):
+            await late.pool.get(there.addresses, "", Deadline.after(5))
+        again = await early.pool.get(there.addresses, "", Deadline.after(5))
+        await asyncio.sleep(0.5)
+        assert again.usable

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import PeerUnreachable, ProtocolError, TooManyPending
+from kvxfer.errors import KvxferError, PeerUnreachable, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.node.server import Server
+from kvxfer.testing.frames import CONTROL
+from kvxfer.testing.proxy import proxy
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from tests.nodes import fast, node, small, until, worker
@@ -130,3 +132,93 @@ async def test_peer_that_answers_a_claim_with_something_else_is_dropped(answer: 
         assert here.registry.counts().routes == 0
         assert not here.pool.links
         here.registry.check()
+
+
+async def waits_elsewhere(
+    here: Server, there: Server, key: str = "request"
+) -> tuple[AsyncExitStack, asyncio.Task[Any]]:
+    """A worker of ``here`` that waits for an offer which ``there`` does not have yet."""
+    stack = AsyncExitStack()
+    asker = await stack.enter_async_context(worker(here))
+    claim = m.Claim(kind="offer", key=key, node=there.addresses, wait_s=20.0)
+    asked = asyncio.create_task(asker.link.request(claim, timeout=30))
+    await until(lambda: there.registry.counts().waiting == 1)
+    return stack, asked
+
+
+@pytest.mark.parametrize("how", ["worker dies", "worker gives up"])
+async def test_claim_that_waits_elsewhere_is_given_up_with_its_worker(how: str) -> None:
+    """The offer that comes afterwards is for those who still want it."""
+    async with node() as here, node() as there, worker(there) as owner, worker(here) as other:
+        stack, asked = await waits_elsewhere(here, there)
+        async with stack:
+            if how == "worker gives up":
+                asked.cancel()
+            else:
+                await stack.aclose()
+            await asyncio.wait([asked])
+            await until(lambda: there.registry.counts().waiting == 0)
+            await until(lambda: here.forwarder.running == 0)
+            await owner.ask(m.Post(kind="offer", key="request", lease_s=30.0, claims_max=1))
+            claimed = await other.ask(m.Claim(kind="offer", key="request", node=there.addresses))
+            assert claimed.claim == 1
+        assert here.late_replies == 0
+
+
+async def test_claim_that_waits_at_its_own_node_is_given_up() -> None:
+    async with node() as there, worker(there) as owner:
+        stack, asked = await waits_elsewhere(there, there)
+        async with stack:
+            asked.cancel()
+            await until(lambda: there.registry.counts().waiting == 0)
+            await owner.ask(m.Post(kind="offer", key="request", lease_s=30.0, claims_max=1))
+            assert there.registry.counts().claims == 0
+
+
+async def test_giving_up_what_does_not_wait_is_counted_and_harmless() -> None:
+    async with node() as there, worker(there) as asker:
+        asker.link.send(m.GiveUp(request=77))
+        await asker.ask(m.Echo(data=b"alive"))
+        assert there.registry.unexpected == {("give_up", "unknown_request"): 1}
+
+
+async def test_settlement_that_a_partition_swallowed_is_repeated() -> None:
+    """Its worker has gone on meanwhile; the owner would keep the claim until its lease ends."""
+    quick = fast(handshake_s=0.3, connect_s=0.3, reconnect_min_s=0.05)
+    async with node(**quick) as here, node(**quick) as there, worker(there) as owner:
+        port = int(there.addresses[0].rpartition(":")[2])
+        async with proxy(("127.0.0.1", port), CONTROL) as between, worker(here) as claimant:
+            await owner.ask(m.Post(kind="offer", key="request", lease_s=600.0, claims_max=1))
+            claimed = await claimant.ask(m.Claim(kind="offer", key="request", node=(between.endpoint,)))
+            between.black_hole()
+            between.refusing = True
+            settle = m.Settle(posting=claimed.posting, claim=claimed.claim, outcome="failed", code="timeout")
+            with pytest.raises(KvxferError):
+                await claimant.ask(settle)
+            await until(lambda: len(here.forwarder.unsettled) == 1)
+            await owner.inbox.take(m.PostingEvent, what="orphaned")
+            between.refusing = False
+            between.heal()
+            assert (await owner.inbox.take(m.PostingEvent, 10, what="settled")).code == "timeout"
+            await until(lambda: len(here.forwarder.unsettled) == 0)
+        assert there.registry.counts().claims == 0
+
+
+async def test_what_still_runs_at_the_end_of_the_grace_is_cancelled_on_both_sides() -> None:
+    """A daemon that drains tells its own workers and, for their claims elsewhere, the other node."""
+    async with node() as there, worker(there) as owner:
+        async with node(drain_s=0.05) as here, worker(here) as claimant, worker(here) as owner_here:
+            for who, key in ((owner, "there"), (owner_here, "here")):
+                await who.ask(m.Post(kind="offer", key=key, lease_s=30.0, claims_max=1))
+            elsewhere = await claimant.ask(m.Claim(kind="offer", key="there", node=there.addresses))
+            own = await claimant.ask(m.Claim(kind="offer", key="here"))
+            assert not await here.drain()
+            for claimed in (elsewhere, own):
+                told = await claimant.inbox.take(m.PostingEvent, posting=claimed.posting)
+                assert (told.what, told.code) == ("withdrawn", "peer_draining")
+            for who, claimed in ((owner, elsewhere), (owner_here, own)):
+                settled = await who.inbox.take(m.PostingEvent, what="settled", posting=claimed.posting)
+                assert settled.code == "peer_draining"
+            here.registry.check()
+            assert not here.registry.counts().routes
+        there.registry.check()

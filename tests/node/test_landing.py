@@ -13,7 +13,7 @@ from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import AccessDenied, BusyError, ConfigError, PeerDraining, TooLarge, UnknownTransfer, UsageError
 from kvxfer.native.engine import OpKind
-from kvxfer.node import landing as pool_module
+from kvxfer.node import landing_memory as pool_module
 from kvxfer.node.server import Server
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
@@ -201,16 +201,17 @@ async def test_memory_is_used_again() -> None:
 async def test_pieces_are_bounded_and_kept_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "PIECES_MAX", 3)
     async with node() as server, worker(server) as pusher:
+        [part] = server.landings.parts
         held = [await pusher.ask(land(f"{number}", 4096)) for number in range(3)]
         with pytest.raises(BusyError):
             await pusher.ask(land("one more", 4096))
         for claimed in held:
             await pusher.ask(settle(claimed, "cancelled"))
         await free(server)
-        assert server.landings._pieces == 3
+        assert part.count == 3
         await pusher.ask(land("larger", MIB))
-        assert server.landings._pieces == 3
-        assert len(server.landings._kept) == 2
+        assert part.count == 3
+        assert len(part.kept) == 2
 
 
 async def test_reused_memory_holds_nothing_of_an_earlier_request() -> None:
@@ -259,6 +260,12 @@ async def test_lost_link_lets_the_data_path_go_on() -> None:
         await pusher.inbox.take(m.PostingEvent, what="orphaned")
         await Pusher(there).write(claimed)
         assert descriptor_of(await adopter.ask(adopt(wait_s=5.0))).length == MIB
+
+
+async def test_cards_for_landings_that_are_not_there_are_told_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="landing_memory"):
+        async with node(landing_memory="hbm"):
+            pass
 
 
 async def test_draining_node_takes_no_landing() -> None:

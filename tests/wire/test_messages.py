@@ -26,6 +26,7 @@ NUMBERS = {
     25: m.Claimed,
     26: m.Settle,
     27: m.PostingEvent,
+    28: m.GiveUp,
     30: m.Mail,
     31: m.Listen,
     32: m.Unlisten,

@@ -70,7 +70,7 @@ async def test_what_a_landing_says_about_itself_is_checked() -> None:
             packed: bytes = msgpack.packb({"descriptor": descriptor, "body": inner})
             return packed
 
-        assert _parse(body(described.to_dict(), msgpack.packb(good)))[1] == layout
+        assert _parse(body(described.to_dict(), msgpack.packb(good)))[2] == layout
         bad: list[tuple[object, object]] = [
             (short.to_dict(), msgpack.packb(good)),
             ({}, msgpack.packb(good)),

@@ -69,7 +69,7 @@ class SimEngine(Owner):
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
-    def connect(self, transport: int, endpoint: str) -> tuple[int, asyncio.Future[Event]]:
+    def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
         if self.closed:
             raise error_for(Status.CLOSED)
         peer = next(self._numbers)
@@ -153,7 +153,7 @@ class SimEngine(Owner):
                 self._push(EventKind.PEER_DOWN, 0, link.number)
 
     def import_(
-        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes
+        self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes, mapped: bool = False
     ) -> tuple[int, asyncio.Future[Event]]:
         if self.closed:
             raise error_for(Status.CLOSED)

@@ -99,6 +99,9 @@ class _Socket:
         self.family = family
         self._pid = pid
 
+    def fileno(self) -> int:
+        return -1  # as of a socket that is closed: there is no descriptor
+
     def getsockopt(self, *_: Any) -> bytes:
         return _credentials.pack(self._pid, os.getuid(), os.getgid())
 

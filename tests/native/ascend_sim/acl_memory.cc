@@ -311,6 +311,7 @@ ACL_API int aclrtIpcMemSetImportPid(const char *key, int32_t *pids, size_t count
     int status = enter("ipcpid");
     if (status)
         return status;
+    kvxsim_hang("ipcpid");
     StateLock guard;
     Row *row = key ? row_by_key(key) : nullptr;
     if (!row || row->process != own_process() || !pids || count == 0)

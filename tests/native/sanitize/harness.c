@@ -62,7 +62,7 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
         .inline_bytes_max = 4096,
         .nt_bytes_min = 1 << 18,
         .chunk_bytes = 1 << 16,
-        .frame_bytes = 1 << 16,
+        .frame_bytes = dice(2) ? 1 << 20 : 1 << 16, /* the larger ones of puts are lent to the kernel */
         .hbm_arena_bytes = UINT64_C(2) << 20,
         .pinned_arena_bytes = UINT64_C(2) << 20,
         .connect_ms = 5000,
@@ -76,10 +76,17 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
     return config;
 }
 
-void side_open(side *s, const char *name, const char *transport, const char *socket_dir) {
+const uint8_t *side_secret(const side *s) {
+    return s->caps & KVX_CAP_ENCRYPTED ? s->secret : NULL;
+}
+
+void side_open(side *s, const char *name, const char *given, const char *socket_dir) {
+    char transport[KVX_NAME_MAX];
     memset(s, 0, sizeof(*s));
     snprintf(s->name, sizeof(s->name), "%s", name);
+    snprintf(transport, sizeof(transport), "%.*s", (int)strcspn(given, "@"), given);
     kvx_engine_config config = config_of(transport, socket_dir);
+    config.flags = strcmp(given + strlen(transport), "@encrypted") == 0 ? KVX_ENGINE_ENCRYPT : 0;
     const char *base = strncmp(transport, "fault+", 6) == 0 ? transport + 6 : transport;
     char why[512] = "", faults[200];
     snprintf(faults, sizeof(faults),
@@ -97,6 +104,7 @@ void side_open(side *s, const char *name, const char *transport, const char *soc
             s->transport = i;
             s->caps = info.caps;
             snprintf(s->endpoint, sizeof(s->endpoint), "%s", info.endpoint);
+            memcpy(s->secret, info.secret, sizeof(s->secret));
             return;
         }
     }

@@ -29,6 +29,7 @@ typedef struct side {
     char name[16];
     uint32_t transport; /* index of the one under test */
     char endpoint[KVX_ENDPOINT_MAX];
+    uint8_t secret[KVX_SECRET_BYTES]; /* that goes with it, when `caps` say so */
     uint32_t caps;
     bool faulty; /* operations may hang on purpose until they are cancelled */
     bool lane_busy[LANES];
@@ -69,8 +70,10 @@ _Noreturn void harness_fail(const char *file, int line, const char *format, ...)
 uint64_t now_ms(void);
 uint64_t dice(uint64_t sides); /* seeded: 0 .. sides-1 */
 
+/* `transport`: "tcp", "fault+tcp", or "tcp@encrypted" */
 void side_open(side *s, const char *name, const char *transport, const char *socket_dir);
-void side_close(side *s); /* stops, checks that every token has its event, closes */
+const uint8_t *side_secret(const side *s); /* NULL when it does not encrypt */
+void side_close(side *s);                  /* stops, checks that every token has its event, closes */
 void side_pump(side *const *sides, size_t count, int timeout_ms);
 void side_track(side *s, uint64_t token); /* a call returned this token */
 int side_lane(const side *s);             /* a random free lane, -1 when all are busy */

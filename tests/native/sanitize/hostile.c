@@ -90,7 +90,7 @@ static size_t capture_opening(side *s, const door *real, const char *dir, uint8_
     char endpoint[KVX_ENDPOINT_MAX];
     uint64_t peer = 0, token = 0;
     int listener = false_door(real, dir, &mine, endpoint);
-    CHECK_STATUS(KVX_OK, kvx_peer_connect(s->engine, s->transport, endpoint, &peer, &token));
+    CHECK_STATUS(KVX_OK, kvx_peer_connect(s->engine, s->transport, endpoint, side_secret(s), &peer, &token));
     side_track(s, token);
     int fd = accept(listener, NULL, NULL);
     CHECK(fd >= 0);
@@ -220,7 +220,7 @@ static void *proxy_main(void *argument) {
 static void talk_through(side *a, side *b, const place *here, const place *there, const char *endpoint) {
     side *both[2] = {a, b};
     uint64_t peer = 0, token = 0, import = 0;
-    CHECK_STATUS(KVX_OK, kvx_peer_connect(a->engine, a->transport, endpoint, &peer, &token));
+    CHECK_STATUS(KVX_OK, kvx_peer_connect(a->engine, a->transport, endpoint, side_secret(b), &peer, &token));
     side_track(a, token);
     if (side_wait(both, 2, a, token).status != KVX_OK) {
         return;

@@ -56,28 +56,39 @@ static void write_invitation(FILE *to, const side *s, const place *p) {
     for (size_t i = 0; i < sizeof(remote.key); i++) {
         fprintf(to, "%02x", remote.key[i]);
     }
+    fprintf(to, " ");
+    for (size_t i = 0; i < sizeof(s->secret); i++) { /* zeros when it does not encrypt */
+        fprintf(to, "%02x", s->secret[i]);
+    }
     fprintf(to, "\n");
     fflush(to);
 }
 
-static void read_invitation(FILE *from, char endpoint[KVX_ENDPOINT_MAX], kvx_remote *remote_p) {
-    unsigned long long grant, generation;
-    char key[33];
-    CHECK(fscanf(from, "%255s %llu %llu %32s", endpoint, &grant, &generation, key) == 4);
-    *remote_p =
-        (kvx_remote){.grant = grant, .generation = generation, .length = LENGTH, .access = KVX_READ | KVX_WRITE};
-    for (size_t i = 0; i < 16; i++) {
+static void read_hex(const char *text, uint8_t *bytes, size_t length) {
+    for (size_t i = 0; i < length; i++) {
         unsigned value;
-        CHECK(sscanf(key + 2 * i, "%2x", &value) == 1);
-        remote_p->key[i] = (uint8_t)value;
+        CHECK(sscanf(text + 2 * i, "%2x", &value) == 1);
+        bytes[i] = (uint8_t)value;
     }
 }
 
+static void read_invitation(FILE *from, char endpoint[KVX_ENDPOINT_MAX], uint8_t secret[KVX_SECRET_BYTES],
+                            kvx_remote *remote_p) {
+    unsigned long long grant, generation;
+    char key[33], told[65];
+    CHECK(fscanf(from, "%255s %llu %llu %32s %64s", endpoint, &grant, &generation, key, told) == 5);
+    *remote_p =
+        (kvx_remote){.grant = grant, .generation = generation, .length = LENGTH, .access = KVX_READ | KVX_WRITE};
+    read_hex(key, remote_p->key, sizeof(remote_p->key));
+    read_hex(told, secret, KVX_SECRET_BYTES);
+}
+
 /* Opens the other's memory; the import. */
-static uint64_t reach(side *s, const char *endpoint, const kvx_remote *remote) {
+static uint64_t reach(side *s, const char *endpoint, const uint8_t *secret, const kvx_remote *remote) {
     side *both[1] = {s};
     uint64_t peer = 0, token = 0, import = 0;
-    CHECK_STATUS(KVX_OK, kvx_peer_connect(s->engine, s->transport, endpoint, &peer, &token));
+    CHECK_STATUS(KVX_OK, kvx_peer_connect(s->engine, s->transport, endpoint,
+                                          s->caps & KVX_CAP_ENCRYPTED ? secret : NULL, &peer, &token));
     side_track(s, token);
     CHECK_STATUS(KVX_OK, side_wait(both, 1, s, token).status);
     CHECK_STATUS(KVX_OK, kvx_mem_import(s->engine, peer, remote, &import, &token));
@@ -121,9 +132,10 @@ int kill_child(const char *transport, const char *dir, const char *role) {
         }
     }
     char endpoint[KVX_ENDPOINT_MAX];
+    uint8_t secret[KVX_SECRET_BYTES];
     kvx_remote remote;
-    read_invitation(stdin, endpoint, &remote);
-    uint64_t import = reach(&s, endpoint, &remote);
+    read_invitation(stdin, endpoint, secret, &remote);
+    uint64_t import = reach(&s, endpoint, secret, &remote);
     for (;;) {
         move(&s, &mine, import);
         side_pump(both, 1, s.live > 32 ? 10 : 0);
@@ -135,12 +147,13 @@ static void owner_dies(const char *transport, const char *dir, const char *self)
     side *both[1] = {&s};
     place here;
     char endpoint[KVX_ENDPOINT_MAX];
+    uint8_t secret[KVX_SECRET_BYTES];
     kvx_remote remote;
     child c = child_start(self, transport, dir, "owner");
-    read_invitation(c.from, endpoint, &remote);
+    read_invitation(c.from, endpoint, secret, &remote);
     side_open(&s, "survivor", transport, dir);
     place_alloc(&s, &here, LENGTH);
-    uint64_t import = reach(&s, endpoint, &remote);
+    uint64_t import = reach(&s, endpoint, secret, &remote);
     uint64_t until = now_ms() + 20 + dice(150);
     while (now_ms() < until) {
         move(&s, &here, import);

@@ -23,7 +23,8 @@ typedef struct pair {
 
 static void connect_pair(pair *p) {
     uint64_t token = 0;
-    CHECK_STATUS(KVX_OK, kvx_peer_connect(p->a.engine, p->a.transport, p->b->endpoint, &p->peer, &token));
+    CHECK_STATUS(KVX_OK,
+                 kvx_peer_connect(p->a.engine, p->a.transport, p->b->endpoint, side_secret(p->b), &p->peer, &token));
     side_track(&p->a, token);
     kvx_event event = side_wait(p->both, p->count, &p->a, token);
     CHECK_STATUS(KVX_OK, event.status);
