@@ -18,8 +18,8 @@ from pathlib import Path
 from kvxfer.config import Config
 from kvxfer.config.sources import read_regular_file
 from kvxfer.errors import ConfigError
+from kvxfer.net.keys import FILE_BYTES_MAX, NodeKeys
 from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
-from kvxfer.wire.keys import FILE_BYTES_MAX, NodeKeys
 
 TLS, SECRET, KEYS = "tls", "secret", "node_keys"
 DAY_S = 86400

@@ -32,10 +32,10 @@ from kvxfer.errors import (
     UsageError,
     VersionMismatch,
 )
+from kvxfer.net.keys import NodeKeys
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.faults import error_reply, exception_of, refusal
-from kvxfer.wire.keys import NodeKeys
 from kvxfer.wire.tables import DEADLINES as DEADLINES
 from kvxfer.wire.tables import HANDSHAKE as HANDSHAKE
 from kvxfer.wire.tables import MAY_SEND as MAY_SEND

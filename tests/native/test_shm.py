@@ -133,6 +133,7 @@ async def frozen_initiator(side: Side, grant: Any) -> AsyncIterator[Process]:
         "generation": grant.generation,
         "length": grant.length,
         "key": grant.key.hex(),
+        "secret": "",
     }
     async with child("victim.py", what) as initiator:
         assert await initiator.line() == "ready"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvxfer.wire.keys import GENERATIONS_MAX, NodeKeys, node_named
+from kvxfer.errors import AuthenticationError
+from kvxfer.net.keys import GENERATIONS_MAX, NodeKeys, node_named
+from kvxfer.wire.session import Established, Facts
+from tests.wire.test_session import ACCEPTOR, DIALLER, SECRET, Pair, acceptor, dialler
 
 ROOT, NEXT = b"the root of all the keys", b"the root that comes next"
 A, B, C = (digit * 32 for digit in "abc")
@@ -107,3 +112,70 @@ def test_names_and_ids() -> None:
     assert node_named(A) == A
     assert node_named("node-a") == node_named("node-a") != node_named("node-b")
     assert len(node_named("node-a")) == 32
+
+
+# -- in sessions ---------------------------------------------------------------------------------------------------
+
+
+def known(*, roots: tuple[bytes, ...] = (ROOT,)) -> dict[str, NodeKeys]:
+    both = (DIALLER.node_id, ACCEPTOR.node_id)
+    return {node: keys(node, *both, roots=roots) for node in both}
+
+
+def with_keys(mine: NodeKeys | None, yours: NodeKeys | None, me: Facts = DIALLER, **secrets: Any) -> Pair:
+    return Pair(dialler(me, keys=mine, **secrets), acceptor(keys=yours, **secrets)).shake()
+
+
+def test_nodes_prove_themselves_with_keys_of_their_own() -> None:
+    files = known()
+    pair = with_keys(files[DIALLER.node_id], files[ACCEPTOR.node_id])
+    (here,), (there,) = pair.events["acceptor"], pair.events["dialler"]
+    assert here.peer.node_id == DIALLER.node_id
+    assert there.peer.node_id == ACCEPTOR.node_id
+    assert here.authenticated
+    assert there.authenticated
+
+
+@pytest.mark.parametrize("listed", [(), (ACCEPTOR.node_id, DIALLER.node_id)])
+def test_a_node_cannot_speak_for_another(listed: tuple[str, ...]) -> None:
+    stranger = "cc" * 16
+    thief = keys(stranger, *listed)
+    files = known()
+    for error in with_keys(thief, files[ACCEPTOR.node_id]).errors():  # it says that it is DIALLER
+        assert type(error) is AuthenticationError
+    for error in with_keys(files[DIALLER.node_id], thief).errors():  # it says that it is ACCEPTOR
+        assert type(error) is AuthenticationError
+    if listed:
+        honest = with_keys(thief, files[ACCEPTOR.node_id], replace(DIALLER, node_id=stranger))
+        assert honest.events["acceptor"][0].peer.node_id == stranger
+
+
+def test_the_shared_secret_says_nothing_to_a_node_with_keys_alone() -> None:
+    for error in Pair(dialler(secret=SECRET), acceptor(keys=known()[ACCEPTOR.node_id])).shake().errors():
+        assert type(error) is AuthenticationError
+    for error in Pair(dialler(keys=known()[DIALLER.node_id]), acceptor(secret=SECRET)).shake().errors():
+        assert type(error) is AuthenticationError
+
+
+def test_secret_and_keys_together_are_the_way_from_one_to_the_other() -> None:
+    files = known()
+    for mine, yours in itertools.product((None, files[DIALLER.node_id]), (None, files[ACCEPTOR.node_id])):
+        pair = with_keys(mine, yours, secret=SECRET)
+        assert isinstance(pair.events["acceptor"][0], Established), (mine, yours)
+
+
+def test_a_new_root_in_two_steps_with_open_doors() -> None:
+    steps = [known(roots=roots) for roots in ((ROOT,), (NEXT, ROOT), (NEXT,))]
+    for mine, yours in itertools.product(range(3), repeat=2):
+        pair = with_keys(steps[mine][DIALLER.node_id], steps[yours][ACCEPTOR.node_id])
+        meets = isinstance(pair.events["acceptor"][-1], Established)
+        assert meets == (abs(mine - yours) <= 1), (mine, yours)
+
+
+def test_a_tool_proves_whose_it_is_and_is_not_that_node() -> None:
+    files = known()
+    tool = replace(DIALLER, role="tool")
+    pair = with_keys(files[DIALLER.node_id], files[ACCEPTOR.node_id], tool)
+    assert pair.events["acceptor"][0].peer.node_id == ""
+    for error in with_keys(files[DIALLER.node_id], files[ACCEPTOR.node_id], replace(tool, node_id="")).errors():
+        assert type(error) is AuthenticationError
