@@ -77,7 +77,7 @@ LAYERS = (
             f"node.{name}"
             for name in (
                 *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
-                *("leftovers", "metrics", "pool", "server", "settling"),
+                *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
     ),

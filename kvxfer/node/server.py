@@ -443,6 +443,8 @@ class Server:
             if unreached:
                 return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
             self.waits_for_peers = False
+        if self.ready and (unready := self.dispatcher.reports.unready):
+            return Response(status=503, body="".join(f"{one}\n" for one in unready).encode())
         if self.ready:
             return Response(body=b"ready\n")
         return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")
@@ -469,6 +471,7 @@ class Server:
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),
             "breakers": self.pool.states(),
+            "breakers_open": self.pool.given_up(),
             "unsettled": len(self.forwarder.unsettled),
             "landing_used_bytes": self.landings.used_bytes,
         }
