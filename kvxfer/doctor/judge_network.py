@@ -91,7 +91,8 @@ def judge_addresses(network: Network, config: Config) -> Iterator[Finding]:
         config.check_security()
         yield from _certificate(Credentials(config))
     except ConfigError as refused:
-        check = "certificate" if "tls" in str(refused.fields.get("key")) else "secret"
+        key = str(refused.fields.get("key"))
+        check = "certificate" if "tls" in key else "node keys" if "keys" in key else "secret"
         yield _NETWORK.problem(check, refused.message, refused.hint or "set secret_file")
 
 

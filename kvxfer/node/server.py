@@ -372,7 +372,7 @@ class Server:
         """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
         now, lapsed = self._clock(), {}
         for link in (*self.peers.links, *self.pool.links):
-            if not self.credentials.accepts(link.proved_with, link.authorities):
+            if not self.credentials.accepts(link.proved_with, link.authorities, link.peer.node_id):
                 lapsed[link] = self._lapsed.get(link, now)
         self._lapsed = lapsed
         for link, since in lapsed.items():
