@@ -212,6 +212,9 @@ class Config:
         pattern=r"[a-z][a-z0-9_-]{0,14}",
         expects="the name of a congestion control, e.g. reno, cubic, bbr",
     )
+    tcp_zero_copy: bool = _option(
+        "bool", True, "Puts over tcp lend their pages to the kernel instead of copying them into it."
+    )
     copy_threads: int = _int(2, 1, 64, "Threads that copy for the shm transport.")
     hugepages: bool = _option("bool", True, "Use hugepages for allocated regions when the host has some.")
     numa_node: str = _text(

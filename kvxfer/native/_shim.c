@@ -3813,6 +3813,15 @@ static int _cffi_const_KVX_ENGINE_NO_IPC(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_ENGINE_NO_LEND(unsigned long long *o)
+{
+  int n = (KVX_ENGINE_NO_LEND) <= 0;
+  *o = (unsigned long long)((KVX_ENGINE_NO_LEND) | 0);  /* check that KVX_ENGINE_NO_LEND is an integer */
+  if (!_cffi_check_int(*o, n, 32U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_EV_CONNECT(unsigned long long *o)
 {
   int n = (KVX_EV_CONNECT) <= 0;
@@ -4443,6 +4452,7 @@ static void _cffi_checkfld__kvx_transport_counters(kvx_transport_counters *p)
   (void)((p->copied_bytes) | 0);  /* check that 'kvx_transport_counters.copied_bytes' is an integer */
   (void)((p->mapped_bytes) | 0);  /* check that 'kvx_transport_counters.mapped_bytes' is an integer */
   (void)((p->staged_bytes) | 0);  /* check that 'kvx_transport_counters.staged_bytes' is an integer */
+  (void)((p->lent_bytes) | 0);  /* check that 'kvx_transport_counters.lent_bytes' is an integer */
   (void)((p->segments) | 0);  /* check that 'kvx_transport_counters.segments' is an integer */
   (void)((p->frames) | 0);  /* check that 'kvx_transport_counters.frames' is an integer */
   (void)((p->inline_ops) | 0);  /* check that 'kvx_transport_counters.inline_ops' is an integer */
@@ -4523,6 +4533,7 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ENGINE_NO_CMA", (void *)_cffi_const_KVX_ENGINE_NO_CMA, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_HUGE", (void *)_cffi_const_KVX_ENGINE_NO_HUGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ENGINE_NO_IPC", (void *)_cffi_const_KVX_ENGINE_NO_IPC, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_ENGINE_NO_LEND", (void *)_cffi_const_KVX_ENGINE_NO_LEND, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_CONNECT", (void *)_cffi_const_KVX_EV_CONNECT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_GRANT_LOST", (void *)_cffi_const_KVX_EV_GRANT_LOST, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_EV_IMPORT", (void *)_cffi_const_KVX_EV_IMPORT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -5155,6 +5166,9 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "staged_bytes", offsetof(kvx_transport_counters, staged_bytes),
                     sizeof(((kvx_transport_counters *)0)->staged_bytes),
                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
+  { "lent_bytes", offsetof(kvx_transport_counters, lent_bytes),
+                  sizeof(((kvx_transport_counters *)0)->lent_bytes),
+                  _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "segments", offsetof(kvx_transport_counters, segments),
                 sizeof(((kvx_transport_counters *)0)->segments),
                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5283,9 +5297,9 @@ static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
   { "kvx_submit_args", 402, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 168, 7 },
   { "kvx_transport_counters", 403, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 27 },
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 28 },
   { "kvx_transport_info", 406, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 202, 10 },
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 203, 10 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
@@ -5326,7 +5340,7 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  117,  /* num_globals */
+  118,  /* num_globals */
   22,  /* num_struct_unions */
   1,  /* num_enums */
   23,  /* num_typenames */

@@ -19,6 +19,7 @@
 #define KVX_ENGINE_NO_HUGE 4  /* never try hugepages */
 #define KVX_ENGINE_NO_IPC  8  /* hixl: never map device memory of other processes of this host; HIXL moves it instead */
 #define KVX_ENGINE_ENCRYPT 16 /* tcp: all data connections are sealed; one that is not is refused */
+#define KVX_ENGINE_NO_LEND 32 /* tcp: copy the payload of puts into the kernel instead of lending it the pages */
 
 /* kinds of memory; a transport says with bit (1 << kind) of kvx_transport_info.memory which ones it reaches */
 #define KVX_MEM_DRAM   0 /* of this host: memfds, and whatever the application registers */
@@ -253,6 +254,7 @@ typedef struct kvx_transport_counters {
     uint64_t copied_bytes;     /* moved by this process's CPU: memcpy, process_vm_*, send, recv */
     uint64_t mapped_bytes;     /* mapped instead of copied (adopt) */
     uint64_t staged_bytes;     /* copied between a device and a block of host memory on their way */
+    uint64_t lent_bytes;       /* sent from where they lie: pages that the kernel was lent */
     uint64_t segments;         /* after merging */
     uint64_t frames;           /* data frames or copy calls */
     uint64_t inline_ops;

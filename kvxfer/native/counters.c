@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #define COUNTERS_MAGIC   UINT64_C(0x4b565843544e5231)
-#define COUNTERS_VERSION 4
+#define COUNTERS_VERSION 5
 
 int kvx_counters_open(kvx_core *core, char *why, size_t why_size) {
     const char *path = core->config.counters_path;

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvxfer.errors import ProtocolError
 
 MAGIC = 0x4B565843544E5231
-VERSION = 4
+VERSION = 5
 TRANSPORTS_MAX = 8
 NAME_BYTES = 32
 
@@ -34,6 +34,7 @@ class TransportCounters:
     copied_bytes: int
     mapped_bytes: int
     staged_bytes: int
+    lent_bytes: int
     segments: int
     frames: int
     inline_ops: int

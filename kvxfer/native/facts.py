@@ -34,7 +34,7 @@ FROM_CONFIG = (
         "socket_dir",
         "numa_node",
     ),
-    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc"),
+    *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc", "tcp_zero_copy"),
 )
 
 
@@ -155,14 +155,16 @@ class EngineConfig:
     cross_memory_attach: bool = True
     hugepages: bool = True
     numa_node: str = ""  # of its threads: a number, "auto", or "" for any
+    tcp_zero_copy: bool = True  # puts lend their pages to the kernel
     device_ipc: bool = True  # map device memory of other processes of this host
 
     @property
     def flags(self) -> int:
         """``KVX_ENGINE_*``."""
-        attach, huge, ipc = self.cross_memory_attach, self.hugepages, self.device_ipc
-        encrypt = 16 * (self.tcp_encryption == "on")
-        return int(self.manual) | (0 if attach else 2) | (0 if huge else 4) | (0 if ipc else 8) | encrypt
+        allowed = (self.cross_memory_attach, self.hugepages, self.device_ipc)
+        forbidden = sum(2 << bit for bit, it_is in enumerate(allowed) if not it_is)
+        encrypt, copy = 16 * (self.tcp_encryption == "on"), 32 * (not self.tcp_zero_copy)
+        return int(self.manual) | forbidden | encrypt | copy
 
     def fill(self, ffi: Any, native: Any) -> list[Any]:
         """Write into a ``kvx_engine_config``; the result keeps its strings alive."""

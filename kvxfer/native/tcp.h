@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_stage.c tcp_owner.c tcp_seal.c).
+ * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c tcp_seal.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -124,18 +124,28 @@ typedef struct tcp_tx {
     bool bulk; /* a payload and a trailer follow the head */
     bool check;
     bool corrupt;   /* flip a bit of the first payload byte */
+    bool lent;      /* the payload's pages are lent to the kernel: tcp_splice.c */
     bool zeros;     /* the memory was taken back: the rest of the payload is zeros */
     int32_t status; /* for the trailer */
     uint32_t head_length, head_sent, trailer_sent;
     uint32_t crc;
     uint64_t payload_sent, payload_length;
-    uint64_t counter;    /* of frames and trailers sent */
-    kvx_spans spans;     /* next byte to send */
-    kvx_spans crc_spans; /* next byte to add to the checksum */
+    uint64_t counter;     /* of frames and trailers sent */
+    kvx_spans spans;      /* next byte to send */
+    kvx_spans crc_spans;  /* next byte to add to the checksum */
+    kvx_spans lend_spans; /* next byte to lend */
     uint8_t key[KVX_KEY_BYTES];
     uint8_t trailer[KVX_STREAM_TRAILER_BYTES];
     uint8_t head[KVX_STREAM_HEAD_MAX];
 } tcp_tx;
+
+/* What lies between our pages and the socket: see tcp_splice.c. */
+typedef struct tcp_pipe {
+    bool made;
+    bool refused; /* the kernel would not: payloads are copied */
+    int in, out;
+    uint64_t held; /* bytes in it */
+} tcp_pipe;
 
 /* One frame that a dialler has sent or is sending. */
 typedef struct tcp_request {
@@ -208,6 +218,7 @@ struct tcp_conn {
     pthread_mutex_t tx_lock;
     tcp_tx tx;
     tcp_stage tx_stage;
+    tcp_pipe lane;
 
     /* receiving: rx_lock on a dialler, an acceptor's are the thread's only */
     pthread_mutex_t rx_lock;
@@ -343,7 +354,7 @@ void kvx_tcp_inbox(tcp_conn *conn);
 typedef enum tcp_flush { TCP_FLUSH_IDLE, TCP_FLUSH_BLOCKED, TCP_FLUSH_BROKEN } tcp_flush;
 /* Send from the queue until it is empty, the socket is full or the turn is over. tx_lock is held. */
 tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max);
-ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message);
+ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message, int flags);
 void kvx_tcp_pump(tcp_conn *conn); /* on the connection's thread: flush and arm */
 /* Start a frame: head is encoded in tx->head; seals it. payload: spans + length, or NULL. */
 void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, const kvx_spans *payload);
@@ -351,6 +362,11 @@ void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, 
 bool kvx_tcp_tx_append(tcp_conn *conn, const kvx_frame *frame, const uint8_t *key);
 bool kvx_tcp_send_now(tcp_conn *conn, const void *bytes, size_t length); /* all or false */
 void kvx_tcp_send_bye(tcp_conn *conn);                                   /* when nothing is half sent */
+
+/* tcp_splice.c; tx_lock is held, on the connection's thread */
+void kvx_tcp_lend_begin(tcp_conn *conn);   /* a frame was started: will its payload be lent? */
+ssize_t kvx_tcp_lend_some(tcp_conn *conn); /* of a payload that is; as sendmsg */
+void kvx_tcp_pipe_free(tcp_pipe *lane);
 
 /* tcp_seal.c: for connections with a seal only */
 bool kvx_tcp_seal_make(tcp_conn *conn); /* of a new connection: its hello gets a share */

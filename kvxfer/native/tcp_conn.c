@@ -54,6 +54,7 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
         conn->control_first = control->next;
         free(control);
     }
+    kvx_tcp_pipe_free(&conn->lane);
     kvx_tcp_stage_free(&conn->tx_stage);
     kvx_tcp_stage_free(&conn->rx_stage);
     kvx_tcp_seal_free(conn);
@@ -168,6 +169,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
         close(conn->fd);
         conn->fd = -1;
     }
+    kvx_tcp_pipe_free(&conn->lane); /* it refers to memory of ops that are about to end */
     pthread_mutex_unlock(&conn->tx_lock);
     if (conn->previous != NULL) {
         conn->previous->next = conn->next;

@@ -73,7 +73,7 @@ tcp_flush kvx_tcp_seal_flush(tcp_conn *conn) {
     while (seal->out_begin < seal->out_end) {
         struct iovec vector = {.iov_base = seal->out + seal->out_begin, .iov_len = seal->out_end - seal->out_begin};
         struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1};
-        ssize_t result = kvx_tcp_send_message(conn->fd, &message);
+        ssize_t result = kvx_tcp_send_message(conn->fd, &message, 0);
         if (result < 0 && errno != EINTR) {
             return errno == EAGAIN ? TCP_FLUSH_BLOCKED : TCP_FLUSH_BROKEN;
         }

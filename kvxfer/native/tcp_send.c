@@ -17,16 +17,16 @@ static const uint8_t zeros[64 * 1024];
 
 _Atomic uint64_t kvx_tcp_order;
 
-ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message) {
+ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message, int flags) {
     for (size_t i = 0; i < message->msg_iovlen; i++) {
         __tsan_read_range(message->msg_iov[i].iov_base, (long)message->msg_iov[i].iov_len);
     }
     atomic_fetch_add_explicit(&kvx_tcp_order, 1, memory_order_acq_rel);
-    return syscall(SYS_sendmsg, fd, message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return syscall(SYS_sendmsg, fd, message, MSG_DONTWAIT | MSG_NOSIGNAL | flags);
 }
 #else
-ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message) {
-    return sendmsg(fd, message, MSG_DONTWAIT | MSG_NOSIGNAL);
+ssize_t kvx_tcp_send_message(int fd, const struct msghdr *message, int flags) {
+    return sendmsg(fd, message, MSG_DONTWAIT | MSG_NOSIGNAL | flags);
 }
 #endif
 
@@ -37,7 +37,7 @@ void kvx_tcp_tx_start(tcp_conn *conn, const uint8_t *key, uint32_t head_length, 
     tx->head_length = head_length;
     tx->head_sent = 0;
     tx->bulk = payload != NULL;
-    tx->zeros = tx->corrupt = tx->check = false;
+    tx->zeros = tx->corrupt = tx->check = tx->lent = false;
     if (key != NULL) {
         memcpy(tx->key, key, KVX_KEY_BYTES);
         kvx_frame_seal(&conn->auth, key, tx->counter, conn->role, tx->head, head_length);
@@ -122,11 +122,15 @@ static ssize_t send_some(tcp_conn *conn) {
     uint32_t count = 0;
     uint64_t bytes = 0;
     uint8_t flipped;
+    bool lent = tx->lent && tx->payload_sent < tx->payload_length;
+    if (lent && tx->head_sent == tx->head_length) {
+        return kvx_tcp_lend_some(conn);
+    }
     if (tx->head_sent < tx->head_length) {
         vectors[count++] =
             (struct iovec){.iov_base = tx->head + tx->head_sent, .iov_len = tx->head_length - tx->head_sent};
     }
-    if (tx->bulk) {
+    if (tx->bulk && !lent) {
         uint64_t left = tx->payload_length - tx->payload_sent;
         if (left > 0) {
             uint64_t most = conn->seal != NULL ? TCP_SEALED_BYTES : tx->check ? TCP_CHECKED_BYTES : TCP_SEND_BYTES;
@@ -142,7 +146,8 @@ static ssize_t send_some(tcp_conn *conn) {
         }
     }
     struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};
-    ssize_t result = conn->seal == NULL ? kvx_tcp_send_message(conn->fd, &message) : kvx_tcp_seal_send(conn, &message);
+    ssize_t result = conn->seal != NULL ? kvx_tcp_seal_send(conn, &message)
+                                        : kvx_tcp_send_message(conn->fd, &message, lent ? MSG_MORE : 0);
     if (result <= 0) {
         return result;
     }
@@ -168,8 +173,13 @@ static bool finished(const tcp_tx *tx) {
 tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max) {
     bool dialler = conn->role == KVX_STREAM_DIALLER;
     for (uint64_t bytes = 0; conn->state == TCP_OPEN || conn->state == TCP_LINGER;) {
-        if (!conn->tx.active && !(dialler ? kvx_tcp_xfer_next(conn) : kvx_tcp_serve_next(conn))) {
-            return conn->seal == NULL ? TCP_FLUSH_IDLE : kvx_tcp_seal_flush(conn);
+        if (!conn->tx.active) {
+            if (!(dialler ? kvx_tcp_xfer_next(conn) : kvx_tcp_serve_next(conn))) {
+                return conn->seal == NULL ? TCP_FLUSH_IDLE : kvx_tcp_seal_flush(conn);
+            }
+            if (bytes_max == TCP_TURN_BYTES) { /* splice may raise SIGPIPE, which only our own threads block */
+                kvx_tcp_lend_begin(conn);
+            }
         }
         if (bytes >= bytes_max) {
             return TCP_FLUSH_BLOCKED; /* the socket is still writable: epoll brings us back after the others */

@@ -204,6 +204,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "copied_bytes": "Bytes that this node's CPUs copied; per delivered byte this is the number of copies.",
     "mapped_bytes": "Bytes that were mapped instead of copied.",
     "staged_bytes": "Bytes that went through a block of host memory, on their way from or to an accelerator's memory.",
+    "lent_bytes": "Bytes of puts that tcp sent from where they lie, without copying them into the kernel.",
     "segments": "Segments after merging.",
     "frames": "Data frames, or calls of a copy routine.",
     "inline_ops": "Operations that ended inside their submission.",

@@ -62,7 +62,7 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
         .inline_bytes_max = 4096,
         .nt_bytes_min = 1 << 18,
         .chunk_bytes = 1 << 16,
-        .frame_bytes = 1 << 16,
+        .frame_bytes = dice(2) ? 1 << 20 : 1 << 16, /* the larger ones of puts are lent to the kernel */
         .hbm_arena_bytes = UINT64_C(2) << 20,
         .pinned_arena_bytes = UINT64_C(2) << 20,
         .connect_ms = 5000,
