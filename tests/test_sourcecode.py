@@ -65,13 +65,8 @@ LAYERS = (
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
             *(
-                "dataplane.choice",
-                "dataplane.idle",
-                "dataplane.mapped",
-                "dataplane.offered",
-                "dataplane.plane",
-                "dataplane.reach",
-                "dataplane.stall",
+                f"dataplane.{name}"
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
             ),
             "dataplane.transfer",
         ),
@@ -82,7 +77,7 @@ LAYERS = (
             f"node.{name}"
             for name in (
                 *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
-                *("leftovers", "metrics", "pool", "server", "settling"),
+                *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
     ),

@@ -29,7 +29,7 @@ from kvxfer.dataplane.choice import moved
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.doctor.finding import State
 from kvxfer.doctor.judge_network import judge_toolkits
-from kvxfer.doctor.probe_peers import ask
+from kvxfer.doctor.probe_peers import ask_status
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
 from kvxfer.native.facts import MemoryKind, TransportInfo
 from kvxfer.native.installed import installed
@@ -148,6 +148,7 @@ async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -
     finally:
         _progress("")
     run.notes.extend(await _versions(args.node, node, loaded.config, args.timeout))
+    run.notes.append(await _breakers(node, args, loaded))
     target = targets[MemoryKind.DRAM]
     print(f"{args.node}: node {target.node_id[:12]} answers\n\n{table(run.rows, target.length)}\n\n{explain(run.ways)}")
     for note in run.notes:
@@ -236,7 +237,7 @@ class Run:
 async def _versions(given: str, node: Sequence[str], config: Config, timeout: float) -> list[str]:
     """Accelerator libraries of both ends that do not match, whatever was measured over."""
     here = await asyncio.to_thread(installed)
-    status = await ask(node, config, timeout) if here else {}
+    status = await ask_status(node, config, timeout) if here else {}
     findings = judge_toolkits(given, here, status.get("accelerator"))
     return [f"{one.check}: {one.found}; {one.advice}" for one in findings if one.state is not State.OK]
 
@@ -341,6 +342,22 @@ def explain(ways: Sequence[Way]) -> str:
             lines.append(f"{way.transport:<6}{verdict:<12}{way.why}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+async def _breakers(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -> str:
+    try:
+        status = await ask_status(node, loaded.config, args.timeout)
+    except KvxferError as error:
+        return f"the node does not tell its status: {error}"
+    return about_breakers(status.get("breakers"), status.get("breakers_open"))
+
+
+def about_breakers(states: object, open_ones: object) -> str:
+    """Which nodes the other node has given up for a while, and why: it refuses to try them at once."""
+    if not isinstance(states, dict) or not isinstance(open_ones, list):
+        return "the node says nothing of its circuit breakers"
+    counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items()) if number)
+    return "\n".join((f"its circuit breakers: {counts or 'none yet'}", *(f"  open: {one}" for one in open_ones)))
 
 
 def _progress(text: str) -> None:

@@ -31,7 +31,7 @@ async def _peer(given: str, config: Config, timeout_s: float) -> PeerSeen:
     tried = await asyncio.gather(*(_connect(address, timeout_s) for address in addresses))
     seen = (*tried, *unresolved)
     try:
-        status = await ask(wanted, config, timeout_s)
+        status = await ask_status(wanted, config, timeout_s)
     except KvxferError as failure:
         return PeerSeen(given=given, candidates=seen, error=failure.message, hint=failure.hint or "")
     accelerator = status.get("accelerator")
@@ -60,7 +60,7 @@ async def _connect(address: Address, timeout_s: float) -> Candidate:
     return Candidate(address=str(address), family=family, ms=taken * 1e3)
 
 
-async def ask(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
+async def ask_status(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
     """The status of the daemon; as a tool, which may ask nothing else."""
     facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace)
     link = await Link.dial(addresses, facts, config, credentials=Credentials(config), timeout=timeout_s)

@@ -319,7 +319,7 @@ class Server:
         return there | loaded | ({"reported": found.reported} if found.reported else {})
 
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
-        descriptor = self.plane.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
+        descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
         _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
         self.dispatcher.run(rest)
@@ -451,6 +451,8 @@ class Server:
             if unreached:
                 return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
             self.waits_for_peers = False
+        if self.ready and (unready := self.dispatcher.reports.unready):
+            return Response(status=503, body="".join(f"{one}\n" for one in unready).encode())
         if self.ready:
             return Response(body=b"ready\n")
         return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")
@@ -477,6 +479,7 @@ class Server:
             "draining": self.draining,
             "counts": asdict(self.registry.counts()),
             "breakers": self.pool.states(),
+            "breakers_open": self.pool.given_up(),
             "unsettled": len(self.forwarder.unsettled),
             "landing_used_bytes": self.landings.used_bytes,
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.doctor.probe_peers import ask, probe_peers
+from kvxfer.doctor.probe_peers import ask_status, probe_peers
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import MemoryKind
 from kvxfer.native.installed import LIBRARY, installed
@@ -53,7 +53,7 @@ async def test_a_daemon_that_uses_none_tells_what_is_installed(monkeypatch: pyte
     monkeypatch.setitem(os.environ, "KVXFER_CANN_LIBDIR", str(build("8.5")))
     async with node(transports=("loop", "tcp")) as server:
         assert not any(info.moves(MemoryKind.HBM) and info.name == "hixl" for info in server.engine.transports)
-        status = await ask(server.addresses, Config(), 5)
+        status = await ask_status(server.addresses, Config(), 5)
         assert status["accelerator"]["toolkit"] == "8.5"
         [seen] = await probe_peers([",".join(server.addresses)], Config(), 5)
         assert seen.accelerator["toolkit"] == "8.5"
