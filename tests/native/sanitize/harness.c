@@ -46,6 +46,7 @@ static kvx_engine_config config_of(const char *transport, const char *socket_dir
         .transports = transport,
         .socket_dir = socket_dir,
         .tcp_bind = "127.0.0.1",
+        .hixl_bind = "127.0.0.1",
         .tcp_congestion = "",
         .fault_spec = "",
         .counters_path = "",
@@ -93,6 +94,8 @@ void side_open(side *s, const char *name, const char *given, const char *socket_
              "seed=%u,delay_ms=0..3,fail_rate=0.03,hang_rate=0.01,flip_rate=0.03,short_rate=0.03,chunk_bytes=30000",
              (unsigned)dice(1u << 30));
     s->faulty = base != transport;
+    s->card = strcmp(base, "hixl") != 0 ? -1 : strcmp(name, "a") == 0 ? 0 : 1;
+    config.flags = s->card >= 0 && dice(2) == 0 ? KVX_ENGINE_NO_IPC : 0; /* by the library, or by copies */
     config.fault_spec = s->faulty ? faults : "";
     int status = kvx_engine_open(&config, &s->engine, why, sizeof(why));
     if (status != KVX_OK) {
@@ -272,18 +275,22 @@ void side_close(side *s) {
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
-void place_alloc(side *s, place *p, uint64_t length) {
-    const kvx_alloc_args args = {.length = length, .kind = KVX_MEM_DRAM, .device = -1, .numa_node = -1};
-    *p = (place){0};
+static void place_new(side *s, place *p, uint64_t length, uint32_t kind) {
+    const kvx_alloc_args args = {.length = length, .kind = kind, .device = s->card, .numa_node = -1};
+    *p = (place){.engine = s->engine};
     CHECK_STATUS(KVX_OK, kvx_mem_alloc(s->engine, &args, &p->region, NULL));
 }
 
+void place_alloc(side *s, place *p, uint64_t length) {
+    place_new(s, p, length, s->card >= 0 ? KVX_MEM_HBM : KVX_MEM_DRAM);
+}
+
 void place_register(side *s, place *p, uint64_t length) {
-    if (getenv("HARNESS_ALLOCATES") != NULL) { /* nobody here reaches memory that is not the engine's */
-        place_alloc(s, p, length);
+    if (s->card >= 0 || getenv("HARNESS_ALLOCATES") != NULL) { /* nobody here reaches memory that is not the engine's */
+        place_new(s, p, length, s->card >= 0 ? KVX_MEM_PINNED : KVX_MEM_DRAM);
         return;
     }
-    *p = (place){.allocated = malloc(length)};
+    *p = (place){.engine = s->engine, .allocated = malloc(length)};
     CHECK(p->allocated != NULL);
     memset(p->allocated, 0, length);
     const kvx_register_args args = {
@@ -349,4 +356,28 @@ __attribute__((no_sanitize("thread"))) bool pattern_holds_at(const uint8_t *byte
 
 bool pattern_holds(const uint8_t *bytes, uint64_t length, uint64_t seed) {
     return pattern_holds_at(bytes, 0, length, seed);
+}
+
+void place_fill(const place *p, uint64_t length, uint64_t seed) {
+    if (!(p->region.flags & KVX_REGION_DEVICE)) {
+        pattern_fill(place_bytes(p), length, seed);
+        return;
+    }
+    uint8_t *bytes = malloc(length);
+    CHECK(bytes != NULL);
+    pattern_fill(bytes, length, seed);
+    CHECK_STATUS(KVX_OK, kvx_mem_copy(p->engine, p->region.id, 0, bytes, length, 1, NULL));
+    free(bytes);
+}
+
+bool place_holds(const place *p, uint64_t length, uint64_t seed) {
+    if (!(p->region.flags & KVX_REGION_DEVICE)) {
+        return pattern_holds(place_bytes(p), length, seed);
+    }
+    uint8_t *bytes = malloc(length);
+    CHECK(bytes != NULL);
+    CHECK_STATUS(KVX_OK, kvx_mem_copy(p->engine, p->region.id, 0, bytes, length, 0, NULL));
+    bool holds = pattern_holds(bytes, length, seed);
+    free(bytes);
+    return holds;
 }

@@ -31,7 +31,8 @@ typedef struct side {
     char endpoint[KVX_ENDPOINT_MAX];
     uint8_t secret[KVX_SECRET_BYTES]; /* that goes with it, when `caps` say so */
     uint32_t caps;
-    bool faulty; /* operations may hang on purpose until they are cancelled */
+    int32_t card; /* whose memory its places have, -1 = none */
+    bool faulty;  /* operations may hang on purpose until they are cancelled */
     bool lane_busy[LANES];
     uint64_t live; /* tokens */
     uint64_t completed;
@@ -49,6 +50,7 @@ typedef struct place {
     kvx_region_info region;
     kvx_grant_info grant;
     void *allocated; /* to free, when the memory is ours */
+    kvx_engine *engine;
 } place;
 
 extern uint64_t harness_seed;
@@ -82,8 +84,8 @@ kvx_event side_wait(side *const *sides, size_t count, side *s, uint64_t token); 
 void side_settle(side *const *sides, size_t count);                             /* until no token is live on any side */
 bool side_forget_completed(side *s, uint64_t token, kvx_event *event_p);
 
-void place_alloc(side *s, place *p, uint64_t length);
-void place_register(side *s, place *p, uint64_t length);
+void place_alloc(side *s, place *p, uint64_t length);    /* with cards: a card's memory */
+void place_register(side *s, place *p, uint64_t length); /* of our own; with cards: pinned */
 void place_grant(side *s, place *p, uint32_t access);
 uint8_t *place_bytes(const place *p);
 kvx_remote place_remote(const place *p);
@@ -95,6 +97,9 @@ void place_forget(place *p); /* after its engine was closed */
 void pattern_fill(uint8_t *bytes, uint64_t length, uint64_t seed);
 bool pattern_holds(const uint8_t *bytes, uint64_t length, uint64_t seed);
 bool pattern_holds_at(const uint8_t *bytes, uint64_t offset, uint64_t length, uint64_t seed);
+/* The same with memory that only a driver touches. */
+void place_fill(const place *p, uint64_t length, uint64_t seed);
+bool place_holds(const place *p, uint64_t length, uint64_t seed);
 
 /* Scenarios, each in its own file. */
 void scenario_roundtrip(const char *transport, const char *dir);

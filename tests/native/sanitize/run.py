@@ -44,6 +44,8 @@ SCENARIOS = (
     (DEVICE, 60, False),
 )
 TRANSPORTS = ("loop", "shm", "tcp", "tcp@encrypted", "fault+loop", "fault+shm", "fault+tcp")
+ON_CARDS = "hixl"  # all memory is that of two simulated cards; scenarios of one process
+ON_CARDS_ROUNDS = {"storm": 1500}  # nothing of it completes within the call
 FAULTY = ("storm", "close", "ends")  # scenarios that expect nothing of an operation but its end
 TIME_LIMIT_S = 300
 
@@ -104,22 +106,28 @@ def compile_all(sanitizer: str, folder: Path) -> Path:
     return driver
 
 
-def cards(directory: str) -> dict[str, str]:
-    """Simulated ones, with so little memory that it is full now and then."""
+def cards(directory: str, hbm: str) -> dict[str, str]:
+    """Simulated ones."""
     sys.path.insert(0, str(ROOT))
     from tests.native.ascend_sim.build import build as libraries
 
-    return {"KVXFER_CANN_LIBDIR": str(libraries()), "KVXFER_SIM_DIR": directory + "/sim", "KVXFER_SIM_HBM": "24M"}
+    return {"KVXFER_CANN_LIBDIR": str(libraries()), "KVXFER_SIM_DIR": directory + "/sim", "KVXFER_SIM_HBM": hbm}
 
 
 def run(driver: Path, scenario: str, transport: str, seed: int, rounds: int) -> tuple[bool, str]:
     """Whether the scenario ended well, and what it printed."""
     with tempfile.TemporaryDirectory(prefix="kvx") as directory:
         command = [str(driver), scenario, transport, directory, str(seed), str(rounds)]
+        # In one scenario there is so little memory that it is full now and then.
+        seen = (
+            cards(directory, "24M" if scenario == DEVICE else "128M")
+            if scenario == DEVICE or transport == ON_CARDS
+            else {}
+        )
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, **ENVIRONMENT, **(cards(directory) if scenario == DEVICE else {})},
+                env={**os.environ, **ENVIRONMENT, **seen},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -145,7 +153,7 @@ def run_and_tell(driver: Path, sanitizer: str, scenario: str, transport: str, se
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sanitizer", choices=SANITIZERS, action="append")
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, ON_CARDS), action="append")
     parser.add_argument("--scenario", choices=[name for name, _, _ in SCENARIOS], action="append")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=int, default=1, help="run each this often, with growing seeds")
@@ -154,13 +162,14 @@ def main() -> int:
     wanted: list[tuple[str, str, str, int, int]] = []
     for scenario, rounds, apart in SCENARIOS:
         for sanitizer in args.sanitizer or SANITIZERS:
-            for transport in args.transport or TRANSPORTS:
+            for transport in args.transport or (*TRANSPORTS, ON_CARDS):
                 chosen = not args.scenario or scenario in args.scenario
                 if not chosen or (apart and transport == "loop") or ("+" in transport and scenario not in FAULTY):
                     continue
-                if scenario == DEVICE and transport != "loop":
+                if (scenario == DEVICE and transport != "loop") or (apart and transport == ON_CARDS):
                     continue
-                wanted += [(sanitizer, scenario, transport, args.seed + n, rounds) for n in range(args.times)]
+                times = ON_CARDS_ROUNDS.get(scenario, rounds) if transport == ON_CARDS else rounds
+                wanted += [(sanitizer, scenario, transport, args.seed + n, times) for n in range(args.times)]
     drivers: dict[str, Path] = {}
     for sanitizer in args.sanitizer or SANITIZERS:
         print(f"== {SANITIZERS[sanitizer]}: compiling", flush=True)

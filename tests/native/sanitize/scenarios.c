@@ -103,15 +103,15 @@ static void exchange(pair *p, const place *here, const place *there, uint64_t im
     const kvx_segment segments[2] = {{0, half, length - half}, {length - half, 0, half}};
     args.flags = KVX_OP_NOTIFY | flags;
     args.value = p->b->notified + 1;
-    pattern_fill(place_bytes(here), length, seed);
+    place_fill(here, length, seed);
     run(p, &args, half != 0 ? segments : (kvx_segment[]){{0, 0, length}, {0, 0, length}});
     await_notify(p, args.value);
     CHECK(p->b->notified_last == args.value);
     args.kind = KVX_OP_GET;
     args.flags = flags;
-    pattern_fill(place_bytes(here), length, seed + 1);
+    place_fill(here, length, seed + 1);
     run(p, &args, half != 0 ? segments : (kvx_segment[]){{0, 0, length}, {0, 0, length}});
-    CHECK(pattern_holds(place_bytes(here), length, seed));
+    CHECK(place_holds(here, length, seed));
     (void)there;
 }
 
@@ -196,12 +196,12 @@ static void storm_revoke(storm *s, size_t index) {
     side_wait(s->p.both, s->p.count, s->p.b, token);
     /* Nobody may write there now: what is in it must stay, whatever is still on its way. */
     uint64_t length = s->there[index].region.length;
-    pattern_fill(place_bytes(&s->there[index]), length, index);
+    place_fill(&s->there[index], length, index);
     for (int i = 0; i < 20; i++) {
         storm_submit(s);
     }
     side_pump(s->p.both, s->p.count, 1);
-    CHECK(pattern_holds(place_bytes(&s->there[index]), length, index));
+    CHECK(place_holds(&s->there[index], length, index));
     if (s->imports[index] != 0) {
         CHECK_STATUS(KVX_OK, kvx_import_release(s->p.a.engine, s->imports[index]));
     }
@@ -331,11 +331,11 @@ static void revoke_all(storm *s) {
     }
     for (size_t i = 0; i < PLACES; i++) {
         side_wait(s->p.both, s->p.count, s->p.b, tokens[i]);
-        pattern_fill(place_bytes(&s->there[i]), STORM_LENGTH, i);
+        place_fill(&s->there[i], STORM_LENGTH, i);
     }
     side_settle(s->p.both, s->p.count);
     for (size_t i = 0; i < PLACES; i++) {
-        CHECK(pattern_holds(place_bytes(&s->there[i]), STORM_LENGTH, i));
+        CHECK(place_holds(&s->there[i], STORM_LENGTH, i));
         if (s->imports[i] != 0) {
             CHECK_STATUS(KVX_OK, kvx_import_release(s->p.a.engine, s->imports[i]));
         }
