@@ -252,7 +252,7 @@ def report(rows: list[Row], expected: list[int], args: argparse.Namespace) -> in
         numbers = f"{row.bytes:>12} {row.ms:>9.2f} {rate:>7} {row.copies:>12.2f}"
         print(f"{row.transport:<10} {row.way:<6} {numbers}  {compare(expected, row.tokens)}")
     print(f"\nms: median of {args.repeat} transfers of the whole cache with rendezvous and commit, without computing")
-    print("copies/byte: by the CPU, counted by the engines of both workers (tcp: out of the kernel; a get also into it)")
+    print("copies/byte: by the CPU, counted by both workers' engines (tcp: out of the kernel, a get also into it)")
     for memory in sorted({row.memory for row in rows if row.memory != "host memory"}):
         print(f"memory of both caches: {memory}")
         if "(simulated)" in memory:

@@ -65,13 +65,8 @@ LAYERS = (
         modules=(
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
             *(
-                "dataplane.choice",
-                "dataplane.idle",
-                "dataplane.mapped",
-                "dataplane.offered",
-                "dataplane.plane",
-                "dataplane.reach",
-                "dataplane.stall",
+                f"dataplane.{name}"
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
             ),
             "dataplane.transfer",
         ),

@@ -1,7 +1,8 @@
 """The data plane as asyncio sees it: transfers over one engine, each with exactly one outcome.
 
 Once a descriptor is resolved (`reach.py`) a transfer is one call into the engine. What stands here is the order of
-things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over.
+things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over. How
+peers reach our own memory is in `owned.py`.
 Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
 """
 
@@ -12,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ import numpy.typing as npt
 from kvxfer.config import Config
 from kvxfer.dataplane.admission import Admission, Permit
 from kvxfer.dataplane.choice import Choice
-from kvxfer.dataplane.early import EarlyNotices, Unexpected
-from kvxfer.dataplane.offered import endpoints_of, secrets_of
+from kvxfer.dataplane.early import Unexpected
+from kvxfer.dataplane.owned import OwnMemory
 from kvxfer.dataplane.reach import Import, Reach, stale
 from kvxfer.dataplane.stall import StallWatch
 from kvxfer.dataplane.transfer import Transfer
@@ -38,13 +38,10 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, RegionInfo, TransportInfo
+from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, TransportInfo
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.status import Status, error_for
 from kvxfer.tasks import TaskOwner
-
-if TYPE_CHECKING:
-    from kvxfer.memory.region import Region
 
 Segments = npt.NDArray[np.uint64]
 DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
@@ -98,12 +95,8 @@ class DataPlane:
     ) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id.hex()
-        self.node_id = node_id
-        self.incarnation = incarnation
         self._tasks = TaskOwner("data plane")
         self._reach = Reach(engine, self._tasks, allowed, config=config)
-        self._endpoints = endpoints_of(engine.transports, advertise)
-        self._secrets = secrets_of(engine.transports)
         self._admission = Admission(config)
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
@@ -115,16 +108,13 @@ class DataPlane:
         self._full: deque[Work] = deque()  # admitted, but the engine had no room
         self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
         self._by_region: dict[int, set[Transfer]] = {}
-        self._grant_watchers: dict[int, Callable[[Event], None]] = {}
-        self._regions: dict[int, set[Region]] = {}
-        self._kinds: dict[int, MemoryKind] = {}  # of the regions
-        self._leaving: set[Region] = set()
         self._next_op = 0
         self._closing = False
         self._closed = False
         self.unexpected = Unexpected()
-        self._early: EarlyNotices[Event] = EarlyNotices()
-        self._heard: set[int] = set()  # grants that somebody watches or has watched
+        self.memory = OwnMemory(
+            engine, node_id=node_id, incarnation=incarnation, advertise=advertise, unexpected=self.unexpected
+        )
         self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
         engine.attach(asyncio.get_running_loop(), self._on_event)
 
@@ -142,90 +132,6 @@ class DataPlane:
     def connections_evicted(self) -> int:
         """How many idle connections were given up because descriptors or `peers_max` were used up."""
         return self._reach.idle.evicted
-
-    # -- our memory -----------------------------------------------------------------------------------
-
-    def export(
-        self, region: RegionInfo, offset: int, length: int, access: int, expires_in_s: float | None
-    ) -> RemoteDescriptor:
-        """Make a grant and describe it for peers."""
-        grant = self.engine.grant(region.id, offset, length, access)
-        try:
-            return RemoteDescriptor(
-                node_id=self.node_id,
-                incarnation=self.incarnation,
-                engine_id=self.engine_id,
-                region=region.id,
-                grant=grant.id,
-                generation=grant.generation,
-                length=grant.length,
-                access=grant.access,
-                key=grant.key,
-                kind="hbm" if region.on_device else "dram",
-                pinned=region.kind is MemoryKind.PINNED,
-                expires_in_s=expires_in_s,
-                endpoints=self._endpoints,
-                secrets=self._secrets,
-            )
-        except BaseException:
-            self.engine.revoke(grant.id)
-            raise
-
-    def identify(self, *, node_id: str, incarnation: str, advertise: Sequence[str]) -> None:
-        """The node's daemon has another identity now: descriptors made from now on carry it."""
-        self.node_id, self.incarnation = node_id, incarnation
-        self._endpoints = endpoints_of(self.engine.transports, advertise)
-
-    def hold(self, region: Region) -> None:
-        """A region exists; it is kept until its release is quiet."""
-        self._regions.setdefault(region.id, set()).add(region)
-        self._kinds[region.id] = region.kind
-
-    def twins(self, region: Region) -> bool:
-        """Whether the same memory is also registered as another region object."""
-        return len(self._regions.get(region.id, ())) > 1
-
-    def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
-        """Call back for notifications through this grant, and when its last peer vanishes.
-
-        What came before anybody watched is told first, in the next turn of the loop.
-        """
-        self._grant_watchers[grant] = callback
-        self._heard.add(grant)
-        loop = asyncio.get_running_loop()
-        for event in self._early.take(grant, loop.time(), self._given_up):
-            loop.call_soon(self._on_event, event)
-
-    def watched(self, grant: int) -> bool:
-        """Somebody is called back for this grant."""
-        return grant in self._grant_watchers
-
-    def unwatch(self, grant: int) -> None:
-        """Stop calling back."""
-        self._grant_watchers.pop(grant, None)
-
-    async def revoke(self, grant: int) -> None:
-        """Refuse a grant from now on; returns when no peer can move a byte through it."""
-        await asyncio.shield(self.revoke_in_background(grant))
-
-    def revoke_in_background(self, grant: int) -> asyncio.Future[Event]:
-        """The same without waiting: the future resolves when it is quiet."""
-        self.unwatch(grant)
-        self._heard.discard(grant)
-        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
-            self._given_up("revoked", event)
-        return self.engine.revoke(grant)
-
-    def release(self, region: Region) -> asyncio.Future[Event]:
-        """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""
-        quiet = self.engine.release(region.id)
-        known = self._regions[region.id]
-        known.discard(region)
-        if not known:
-            del self._regions[region.id], self._kinds[region.id]
-        self._leaving.add(region)
-        quiet.add_done_callback(lambda _: self._leaving.discard(region))
-        return quiet
 
     def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
         """Run what blocks (copies of memory that only a driver reaches) in a thread."""
@@ -253,7 +159,7 @@ class DataPlane:
         for number, part in enumerate(parts):
             part.number = number if len(parts) > 1 else None
             descriptor = part.descriptor
-            ready = self._reach.ready(descriptor, self._kinds.get(part.region), part.check)
+            ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
             if ready is not None:
                 self._admit(Work(transfer, part, ready))
             else:
@@ -334,7 +240,7 @@ class DataPlane:
 
     async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
         try:
-            ready = await self._resolve(part.descriptor, self._kinds.get(part.region), part.check)
+            ready = await self._resolve(part.descriptor, self.memory.kinds.get(part.region), part.check)
         except KvxferError as error:
             transfer.part_ended(None, 0, error)
         else:
@@ -534,19 +440,8 @@ class DataPlane:
     def _on_event(self, event: Event) -> None:
         if event.kind == EventKind.PEER_DOWN:
             self._reach.peer_down(event.id)
-            return
-        watcher = self._grant_watchers.get(event.id)
-        if watcher is not None:
-            watcher(event)
-        elif event.kind == EventKind.GRANT_LOST:
-            return  # a peer that was told nothing else has gone: nobody asked to hear of it
-        elif event.id in self._heard:
-            self._given_up("nobody_listens", event)
         else:
-            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._given_up)
-
-    def _given_up(self, reason: str, event: Event) -> None:
-        self.unexpected.add("notice", reason)
+            self.memory.on_event(event)
 
     async def aclose(self) -> None:
         """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
@@ -571,7 +466,4 @@ class DataPlane:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
         self.engine.close()
-        for region in [region for same in self._regions.values() for region in same]:
-            region.plane_closed()
-        self._regions.clear()
-        self._kinds.clear()
+        self.memory.closed()

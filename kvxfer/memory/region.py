@@ -75,7 +75,7 @@ class Region:
         self._quiet: asyncio.Future[Any] | None = None
         self._copies: set[asyncio.Task[None]] = set()
         self._array = array
-        plane.hold(self)
+        plane.memory.hold(self)
 
     @property
     def id(self) -> int:
@@ -193,7 +193,7 @@ class Region:
         check_span(offset, length, self.length, f"region {self.id}")
         if expires_in_s is not None:
             expires_in_s = seconds(expires_in_s, "expires_in_s", limit_s=SECONDS_MAX)
-        made = self._plane.export(self._info, offset, length, rights, expires_in_s)
+        made = self._plane.memory.export(self._info, offset, length, rights, expires_in_s)
         self._grants.add(made.grant)
         if expires_in_s is not None:
             loop = asyncio.get_running_loop()
@@ -209,10 +209,10 @@ class Region:
     def take_back(self, grant: int) -> asyncio.Future[Any]:
         """End a descriptor without waiting; the future resolves when no peer can move a byte through it."""
         self._forget(grant)
-        self._plane.unwatch(grant)
+        self._plane.memory.unwatch(grant)
         if self._quiet is not None:
             return self._quiet  # the release took it back
-        return self._plane.revoke_in_background(grant)
+        return self._plane.memory.revoke(grant)
 
     def _forget(self, grant: int) -> None:
         self._grants.discard(grant)
@@ -247,7 +247,7 @@ class Region:
             raise RegionBusy(f"region {self.id} is read or written", region=self.id, hint="await it, or drain=True")
         if self._copies:
             await asyncio.wait(self._copies)
-        if self._plane.twins(self):
+        if self._plane.memory.twins(self):
             return
         if drain:
             await self._plane.drain_region(self.id)
@@ -262,8 +262,8 @@ class Region:
     def _begin_release(self) -> None:
         # Where the memory stays registered (for a twin, perhaps one that is just being made), the descriptors of this
         # region do not end by themselves.
-        waiting: list[asyncio.Future[Any]] = [self._plane.revoke_in_background(grant) for grant in self._grants]
-        waiting.append(self._plane.release(self))
+        waiting: list[asyncio.Future[Any]] = [self._plane.memory.revoke(grant) for grant in self._grants]
+        waiting.append(self._plane.memory.release(self))
         lent = tuple(self._lent.values())
         self._quiet = asyncio.gather(*waiting)
         self._quiet.add_done_callback(self._released)

@@ -200,9 +200,9 @@ class LandingPool:
     def _grant(self, landing: Landing, access: int) -> bytes:
         """Access to the memory, as the body of a posting."""
         assert landing.region is not None
-        made: RemoteDescriptor = self._plane.export(landing.region, 0, landing.length, access, landing.lease_s)
+        made: RemoteDescriptor = self._plane.memory.export(landing.region, 0, landing.length, access, landing.lease_s)
         landing.grant = made.grant
-        self._plane.watch(made.grant, lambda event: self._on_engine(landing, event))
+        self._plane.memory.watch(made.grant, lambda event: self._on_engine(landing, event))
         packed: bytes = msgpack.packb(
             {"descriptor": made.to_dict(), "body": landing.body, "device": landing.part.device}
         )
@@ -286,7 +286,7 @@ class LandingPool:
 
     def _revoke(self, landing: Landing) -> None:
         if landing.grant:
-            landing.quiet.append(self._plane.revoke_in_background(landing.grant))
+            landing.quiet.append(self._plane.memory.revoke(landing.grant))
             landing.grant = 0
 
     async def _reuse(self, landing: Landing, region: RegionInfo) -> None:

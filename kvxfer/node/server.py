@@ -311,7 +311,7 @@ class Server:
         return {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
 
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
-        descriptor = self.plane.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
+        descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
         _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
         self.dispatcher.run(rest)

@@ -137,7 +137,9 @@ class Client:
     def _identified(self) -> None:
         """The daemon restarted: its address or identity may have changed."""
         control = self.control
-        self.plane.identify(node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise)
+        self.plane.memory.identify(
+            node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

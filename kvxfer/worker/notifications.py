@@ -38,9 +38,9 @@ class Notifications:
 
     async def __aenter__(self) -> Notifications:
         plane = self._client.plane
-        if plane.watched(self._grant):
+        if plane.memory.watched(self._grant):
             raise UsageError("somebody listens to this descriptor already", grant=self._grant)
-        plane.watch(self._grant, self._on_event)
+        plane.memory.watch(self._grant, self._on_event)
         self._client.enter(self, self._end)
         self._watching = True
         return self
@@ -51,7 +51,7 @@ class Notifications:
         self._watching = False
         self._client.leave(self)
         if not self._client.closed:
-            self._client.plane.unwatch(self._grant)
+            self._client.plane.memory.unwatch(self._grant)
 
     async def next(self, *, timeout: float) -> int:
         """The next value; `TransferTimeout` when none comes in ``timeout`` seconds."""

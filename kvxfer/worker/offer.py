@@ -97,7 +97,7 @@ class Landing:
             for region in self._cache.regions:
                 descriptors.append(region.lend("w", self._region_released))
                 self._grants.append((region, descriptors[-1].grant))
-                plane.watch(descriptors[-1].grant, self._on_data)
+                plane.memory.watch(descriptors[-1].grant, self._on_data)
             plane.stalls.begin(self, self._progress)
             body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)

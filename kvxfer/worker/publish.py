@@ -127,7 +127,7 @@ class Publication:
             for region in self._cache.regions:
                 descriptors.append(region.lend("r", self._region_released))
                 self._grants.append((region, descriptors[-1].grant))
-                plane.watch(descriptors[-1].grant, self._on_data)
+                plane.memory.watch(descriptors[-1].grant, self._on_data)
             posting = Posting(
                 layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
             )

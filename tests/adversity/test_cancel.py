@@ -261,7 +261,7 @@ async def test_memory() -> None:
 
         async def after(_: int) -> None:
             """A region whose release was cancelled is released all the same; one that nobody got is given back."""
-            for same in list(both.a.plane._regions.values()):
+            for same in list(both.a.plane.memory._regions.values()):
                 for region in list(same):
                     await region.release()
 

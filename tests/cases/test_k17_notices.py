@@ -98,8 +98,8 @@ async def test_c75_notices_that_fit_nothing(transport: str) -> None:
     async with two_nodes([transport]) as (a, b):
         source, target = await make_cache(a, small_geometry(), 4), await make_cache(b, small_geometry(), 4)
         plane, lent = a.plane, []
-        export = plane.export
-        plane.export = lambda *how: lent.append(export(*how)) or lent[-1]  # type: ignore[method-assign,func-returns-value]
+        export = plane.memory.export
+        plane.memory.export = lambda *how: lent.append(export(*how)) or lent[-1]  # type: ignore[method-assign,func-returns-value]
         async with a.publish("r", source, TABLE, lease_s=30) as ticket:
             described = lent[0]
             kinds = (tags.RELEASE, tags.LAYER, tags.COMMIT, tags.ABORT, 0, 255)

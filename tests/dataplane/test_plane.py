@@ -191,14 +191,14 @@ async def test_an_unreachable_endpoint_ends_by_the_deadline(tmp_path: Path) -> N
 async def test_notifications_reach_the_watcher_and_strays_are_counted(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm",)) as (a, b):
         described, told = b.region.descriptor("w"), []
-        b.plane.watch(described.grant, told.append)
+        b.plane.memory.watch(described.grant, told.append)
         for tag in (1, 2, 3):
             part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(tag, tag * 10))
             await a.plane.start((part,), timeout=5, peer="test")
         while len(told) < 3:
             await asyncio.sleep(0.001)
         assert [(event.tag, event.value) for event in told] == [(1, 10), (2, 20), (3, 30)]
-        b.plane.unwatch(described.grant)
+        b.plane.memory.unwatch(described.grant)
         part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(4, 4))
         await a.plane.start((part,), timeout=5, peer="test")
         while not b.plane.unexpected_notifications:
@@ -268,7 +268,7 @@ async def test_while_it_closes_nothing_begins(tmp_path: Path) -> None:
 async def test_more_notifications_than_a_batch_are_drained_at_once(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm",), notify_max=4096) as (a, b):
         described, told = b.region.descriptor("w"), []
-        b.plane.watch(described.grant, told.append)
+        b.plane.memory.watch(described.grant, told.append)
         engine = b.plane.engine
         drain, engine._drain_once = engine._drain_once, lambda *_: 0  # type: ignore[method-assign]
         for _ in range(600):

@@ -33,7 +33,7 @@ async def test_registered_memory_lives_until_its_release_is_quiet() -> None:
         del array, region
         gc.collect()
         assert alive() is not None, "peers could write into freed memory"
-        [found] = client.plane._regions[number]
+        [found] = client.plane.memory._regions[number]
         await found.release()
         del found
         await until(lambda: gc.collect() is not None and alive() is None)
@@ -159,7 +159,7 @@ async def test_bad_descriptors_make_no_grant() -> None:
                 region.descriptor("w", **arguments)  # type: ignore[arg-type]
         with pytest.raises(UsageError):
             region.descriptor("x")
-        client.plane._endpoints = {}
+        client.plane.memory._endpoints = {}
         with pytest.raises(UsageError):
             region.descriptor("w")
         await until(lambda: client.plane.engine.counters().grants == 0)

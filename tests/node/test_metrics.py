@@ -188,7 +188,7 @@ async def test_scrape_of_a_daemon() -> None:
         await owner.ask(m.Post(kind="offer", key="r", lease_s=30.0, claims_max=1))
         await claimant.ask(m.Claim(kind="offer", key="r"))
         region = server.engine.alloc(4096)
-        target = server.plane.export(region, 0, 4096, 2, None)
+        target = server.plane.memory.export(region, 0, 4096, 2, None)
         source = server.engine.alloc(4096)
         np.frombuffer(server.engine.buffer(source), dtype=np.uint8)[:] = 1
         part = Part(kind=OpKind.PUT, region=source.id, descriptor=target, span=(0, 0, 4096))

@@ -255,7 +255,7 @@ class Oracle:
                 "quarantined blocks": client.ledger.quarantined_blocks,
                 "operations in flight": client.plane._admission.inflight_ops,
                 "transfers": len(client.plane._by_region) + len(client.plane._workers),
-                "regions on their way out": len(client.plane._leaving),
+                "regions on their way out": len(client.plane.memory._leaving),
                 "parts that wait": len(client.plane._in_line) + len(client.plane._full),
                 "engine operations": len(engine.ops),
                 "grants": len(engine.grants),
