@@ -24,7 +24,7 @@ LAYERS = (
     Layer(
         name="facts",
         modules=(
-            *("errors", "descriptors"),
+            *("errors", "descriptors", "net.keys"),
             *("net", "node", "memory", "dataplane", "worker"),  # the packages themselves: a docstring each
         ),
         pure=True,
@@ -77,7 +77,7 @@ LAYERS = (
             f"node.{name}"
             for name in (
                 *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
-                *("leftovers", "metrics", "pool", "server", "settling"),
+                *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
     ),

@@ -68,10 +68,13 @@ class Unexpected:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.on_add: Callable[[], None] | None = None
 
     def add(self, kind: str, reason: str) -> None:
         """One more."""
         self.counts[kind, reason] += 1
+        if self.on_add is not None:
+            self.on_add()
 
     @property
     def total(self) -> int:

@@ -283,7 +283,7 @@ class DataPlane:
         if transfer.cancelling is not None:
             self._end(work, None, 0, transfer.cancelling)
             return
-        transfer.transport = ready.route.info.name
+        transfer.transport, transfer.address = ready.route.info.name, ready.route.endpoint
         try:
             if part.span is not None:
                 local, remote, length = part.span
@@ -345,6 +345,7 @@ class DataPlane:
             return False
         self._reach.pass_over(work.ready, error.message)
         work.transfer.token_ended(token)
+        work.transfer.attempt += 1
         self._resolve_first(work.transfer, work.part)
         return True
 

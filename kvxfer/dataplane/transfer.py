@@ -9,6 +9,7 @@ background; `cancel` returns only when settled.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ class Transfer:
     """
 
     __slots__ = (
+        "_began",
         "_canceller",
         "_cancelling",
         "_error",
@@ -48,6 +50,8 @@ class Transfer:
         "_timer",
         "_tokens",
         "_waiters",
+        "address",
+        "attempt",
         "bytes_done",
         "op_id",
         "peer",
@@ -67,6 +71,9 @@ class Transfer:
         self._timer: asyncio.TimerHandle | None = None
         self._tokens: set[int] = set()
         self._waiters: list[asyncio.Future[None]] = []  # one for each await in progress
+        self._began = time.monotonic()
+        self.address = ""  # of the peer's engine, once a part is on its way there
+        self.attempt = 1  # grows when a part goes another way because the first was none
         self.bytes_done = 0
         self.op_id = op_id
         self.peer = peer
@@ -178,7 +185,7 @@ class Transfer:
         if self.state == TIMED_OUT and error is None and token is not None:
             self._canceller.late()  # it stays what it is
         if error is not None and self.state == RUNNING:
-            self._fail(self._cancelling if self._cancelling is not None else error)
+            self._fail(self._cancelling if self._cancelling is not None else self._told(error))
         if self._parts_left == 0:
             if self.state == RUNNING:
                 self._decide(DONE, None)
@@ -211,16 +218,23 @@ class Transfer:
         self._timer = None
         if self.state == RUNNING:
             kind = Stalled if self._stalled else TransferTimeout
-            self._fail(
-                kind(
-                    f"no completion within {timeout:g} s",
-                    op_id=self.op_id,
-                    peer=self.peer,
-                    transport=self.transport or None,
-                    bytes_done=self.bytes_done,
-                    hint="the memory stays quarantined until the engine is quiet",
-                )
+            error = kind(
+                f"no completion within {timeout:g} s",
+                transport=self.transport or None,
+                bytes_done=self.bytes_done,
+                hint="the memory stays quarantined until the engine is quiet",
             )
+            self._fail(self._told(error))
+
+    def _told(self, error: KvxferError) -> KvxferError:
+        """The error with what is known of the transfer."""
+        error.op_id = self.op_id if error.op_id is None else error.op_id
+        error.peer = error.peer or self.peer or None
+        if self.address:
+            error.fields.setdefault("address", self.address)
+        error.fields.setdefault("attempt", self.attempt)
+        error.fields.setdefault("elapsed_s", round(time.monotonic() - self._began, 3))
+        return error
 
     def _decide(self, state: str, error: KvxferError | None) -> None:
         self.state = state

@@ -31,7 +31,7 @@ async def _peer(given: str, config: Config, timeout_s: float) -> PeerSeen:
     tried = await asyncio.gather(*(_connect(address, timeout_s) for address in addresses))
     seen = (*tried, *unresolved)
     try:
-        status = await _ask(wanted, config, timeout_s)
+        status = await ask_status(wanted, config, timeout_s)
     except KvxferError as failure:
         return PeerSeen(given=given, candidates=seen, error=failure.message, hint=failure.hint or "")
     accelerator = status.get("accelerator")
@@ -60,10 +60,12 @@ async def _connect(address: Address, timeout_s: float) -> Candidate:
     return Candidate(address=str(address), family=family, ms=taken * 1e3)
 
 
-async def _ask(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
+async def ask_status(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
     """The status of the daemon; as a tool, which may ask nothing else."""
-    facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace)
-    link = await Link.dial(addresses, facts, config, credentials=Credentials(config), timeout=timeout_s)
+    known = Credentials(config)
+    node_id = "" if known.keys is None else known.keys.node_id  # it proves itself with the keys of its node
+    facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace, node_id=node_id)
+    link = await Link.dial(addresses, facts, config, credentials=known, timeout=timeout_s)
     try:
         reply = await link.request(m.Status(), timeout=timeout_s)
     finally:

@@ -24,6 +24,7 @@ from kvxfer.errors import (
 )
 from kvxfer.net.link import Link
 from kvxfer.net.queues import Queues
+from kvxfer.node.reports import Reports
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.wire import messages as m
@@ -72,6 +73,7 @@ class Dispatcher:
         self._due = 0.0
         self._idle: asyncio.Event | None = None
         self.registry = registry
+        self.reports = Reports()
         self.queues = Queues(config.link_queues_bytes_max)
         self.forwarding: Forwarding
         self.landings: Landings
@@ -104,6 +106,7 @@ class Dispatcher:
     def _remove(self, link: Link) -> None:
         self.links.discard(link)
         self.forwarding.forget(link)
+        self.reports.forget(link)
         self.run(self.registry.remove(self._clock(), link))
 
     # -- messages --------------------------------------------------------------------------------------------
@@ -235,6 +238,9 @@ class Dispatcher:
 
     def _on_status(self, link: Link, message: m.Status) -> None:
         self._send(link, m.StatusReply(rid=message.rid, body=self._status()))
+
+    def _on_report(self, link: Link, message: m.Report) -> None:
+        self.reports.take(link, message)
 
     def _on_echo(self, link: Link, message: m.Echo) -> None:
         if self._is_elsewhere(link, message.node):
@@ -437,6 +443,7 @@ _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
     m.Unlisten: Dispatcher._on_unlisten,
     m.Status: Dispatcher._on_status,
     m.Echo: Dispatcher._on_echo,
+    m.Report: Dispatcher._on_report,
     m.Goodbye: Dispatcher._on_goodbye,
     m.Error: Dispatcher._on_error,
 }

@@ -45,6 +45,7 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
     yield ignore_fingerprint(server.config)
+    yield from _reports(server)
     yield from _links(server)
     yield from _credentials(server)
     yield from _pool(server)
@@ -62,6 +63,18 @@ def ignore_fingerprint(config: Config) -> Sample:
     """The override of the operator, visible wherever it is set."""
     text = "1 while this node's configuration lets caches of different models be moved (ignore_fingerprint)."
     return Sample(name="kvxfer_ignore_fingerprint", help=text, value=config.ignore_fingerprint)
+
+
+def _reports(server: Server) -> Iterator[Sample]:
+    reports = server.dispatcher.reports
+    text = "Workers that move caches of different models (ignore_fingerprint in their configuration)."
+    yield Sample(name="kvxfer_workers_ignore_fingerprint", help=text, value=reports.ignoring_fingerprints)
+    text = "Workers that cannot work; /readyz says why."
+    yield Sample(name="kvxfer_workers_unready", help=text, value=len(reports.unready))
+    for kind, reason, value in reports.unexpected():
+        text = "Notices on the data path that fitted nothing, of all workers; harmless."
+        labels = {"type": kind, "reason": reason}
+        yield Sample(name="kvxfer_unexpected_notifications", help=text, value=value, labels=labels, counter=True)
 
 
 def _links(server: Server) -> Iterator[Sample]:
@@ -97,7 +110,7 @@ def _links(server: Server) -> Iterator[Sample]:
 
 def _credentials(server: Server) -> Iterator[Sample]:
     known = server.credentials
-    for what, files in (("tls", "certificates"), ("secret", "the shared secret")):
+    for what, files in (("tls", "certificates"), ("secret", "the shared secret"), ("node_keys", "this node's keys")):
         text = f"New files of {files} that could not be used; the old ones stayed in force."
         name = f"kvxfer_{what}_reload_failures"
         yield Sample(name=name, help=text, value=known.failures[what], counter=True)

@@ -11,6 +11,7 @@ ordinary link.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,6 +37,7 @@ BREAKER_FAILURES = 3  # in a row, before the breaker opens
 BACKOFF_S_MAX = 5.0  # an open breaker lets one attempt through at least this often
 SWEEP_MAX, SWEEP_S = 10, 0.25  # idle links are closed in small groups: at most 40 per second
 LOG_EVERY_S = 1.0  # one line per peer and second, the rest is counted
+GIVEN_UP_TOLD_MAX = 16
 ENTRIES_PER_LINK = 4  # remembered peers (for their breakers), as a multiple of the link limit
 
 CLOSED, OPEN, HALF_OPEN = "closed", "open", "half_open"
@@ -144,6 +146,15 @@ class Pool:
         for peer in self._peers.values():
             counts[peer.breaker.state(now)] += 1
         return counts
+
+    def given_up(self) -> list[str]:
+        """Some of the peers whose breaker is not closed, and what failed last."""
+        now = self._clock()
+        found = (peer for peer in self._peers.values() if peer.breaker.state(now) != CLOSED)
+        return [
+            f"{peer.key} ({peer.breaker.state(now)}): {peer.last_error}"
+            for peer in itertools.islice(found, GIVEN_UP_TOLD_MAX)
+        ]
 
     def unreached(self) -> list[str]:
         """Of the peers to stay connected to: those without a live link, and why."""

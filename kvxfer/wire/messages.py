@@ -375,6 +375,19 @@ class StatusReply(Message):
     body: Annotated[bytes, Blob(STATUS_BODY_BYTES_MAX)] = b""
 
 
+@numbered(54)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Message):
+    """Worker: what this process says of itself, in the place of what it said before. Not answered.
+
+    `unready` says why it cannot work; `unexpected` counts notices that fitted nothing, by "type reason".
+    """
+
+    unready: Explanation = ""
+    ignore_fingerprint: Annotated[bool, Flag()] = False
+    unexpected: Details = field(default_factory=dict)
+
+
 @numbered(52)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Echo(Message):

@@ -36,7 +36,7 @@ _ANSWERS: frozenset[MessageType] = frozenset((m.Done, m.Posted, m.Claimed, m.Sta
 _TOOL_ASKS: frozenset[MessageType] = frozenset((m.Claim, m.GiveUp, m.Settle, m.Status, m.Echo))
 _PEER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {m.PostingEvent, m.Mail, m.Land}
 _WORKER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {
-    *(m.Post, m.Renew, m.Withdraw, m.Mail, m.Listen, m.Unlisten, m.Land),
+    *(m.Post, m.Renew, m.Withdraw, m.Mail, m.Listen, m.Unlisten, m.Land, m.Report),
 }
 
 # Which messages may follow the handshake, by the link's role (the dialler's) and by who sends them.

@@ -53,6 +53,7 @@ from kvxfer.worker.offer import Landing
 from kvxfer.worker.peer import Peer, as_node
 from kvxfer.worker.publish import Publication, Pull, Pulled, as_ticket, release_unread
 from kvxfer.worker.push import Push
+from kvxfer.worker.reporting import Reporter
 from kvxfer.worker.sharing import Share, lookup_descriptor, share_region
 
 Node = str | Sequence[str]
@@ -78,7 +79,7 @@ class Client:
         self._entered = False
         self._fork = self._thread = 0
         self._allocator: Allocator | None = None
-        self._registration_failed = ""
+        self._reporter = Reporter(self.config)
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
         self.ledger = SpanLedger()
@@ -126,6 +127,7 @@ class Client:
             )
             control.on_identity = self._identified
             self._mailboxes = Mailboxes(control, self.config)
+            self._reporter.start(control, self._plane.unexpected)
         except BaseException:
             self._plane = self._control = None
             if engine is not None:
@@ -286,12 +288,11 @@ class Client:
         Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
         what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
         """
-        made = await register_all(lambda source: self.register(source, device=device), sources, self._not_registered)
-        self._registration_failed = ""
+        made = await register_all(
+            lambda source: self.register(source, device=device), sources, self._reporter.not_registered
+        )
+        self._reporter.registered()
         return made
-
-    def _not_registered(self, why: KvxferError) -> None:
-        self._registration_failed = f"memory could not be registered: {why}"
 
     @property
     def unready(self) -> str:
@@ -300,7 +301,7 @@ class Client:
             return "the client is not open"
         if not self.control.connected:
             return "there is no link to the daemon"
-        return self._registration_failed
+        return self._reporter.registration_failed
 
     # -- one-sided ------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Control:
         self.advertise: tuple[str, ...] = ()
         self._encryption = ""  # the daemon's tcp_encryption
         self.on_identity: Callable[[], None] = _nobody
+        self.on_restored: Callable[[], None] = _nobody
         self.unexpected_events = 0
         self.reconnects = 0
 
@@ -179,6 +180,7 @@ class Control:
     async def _restore(self, link: Link) -> None:
         """Tell a new daemon what the old one knew. What it refuses ends, and its owner is told; the rest goes on."""
         self._send_unsent()
+        self.on_restored()
         for channel in tuple(self._deliveries):
             try:
                 await link.request(m.Listen(channel=channel), timeout=self._config.handshake_s)
@@ -215,6 +217,17 @@ class Control:
         if self._link is None:
             raise DaemonUnavailable("the link to the local daemon is down", peer=self._path)
         return self._link
+
+    def say(self, message: m.Report) -> bool:
+        """Tell the daemon something that it does not answer; whether it was sent."""
+        try:
+            if self._link is None:
+                return False
+            self._link.send(message)
+        except KvxferError:
+            self.unexpected_events += 1
+            return False
+        return True
 
     async def request(self, message: m.Message, deadline: Deadline) -> m.Message:
         """Ask the daemon; the reply, or the typed error that it or the other node answered."""

@@ -260,7 +260,7 @@ async def test_c14_a_frozen_peer(behind_proxies: Cluster, transport: str) -> Non
         assert ended["error"] in ("stalled", "peer_lost"), ended
         assert ended["at"] - began <= limit(2.5 + 1)
         assert (await b.do("counters"))["stalled"] == 0
-        await b.do("watch", name="c", every_s=0.2, for_s=1)
+        await b.do("watch", name="c", every_s=0.2, for_s=2)
     finally:
         a.thaw()
     assert (await b.do("unchanged", name="c"))["changed"] == 0

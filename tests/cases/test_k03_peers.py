@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from kvxfer.cli.ping import about_breakers
+from kvxfer.config import Config
+from kvxfer.doctor.probe_peers import ask_status
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
 
@@ -162,6 +165,10 @@ async def test_c19_the_breaker_closes_by_itself(behind_proxies: Cluster) -> None
         assert seen.count("peer_unreachable") >= 3, "not before the third failure in a row"
         with within(0.3, "an answer while it is open"):
             assert (await b.do("send", to=a.node))["outcomes"] == ["peer_unreachable"]
+        status = await ask_status(b.node, Config(), limit(5))
+        shown = about_breakers(status["breakers"], status["breakers_open"])  # what `kvxfer ping` prints
+        assert "(open): " in shown or "(half_open): " in shown, shown
+        assert a.node[0] in shown, shown
     finally:
         a.control.refusing = False
     healed = time.monotonic()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from kvxfer.errors import KvxferError
+from kvxfer.wire import messages as m
 from tests.cases.facts import limit, pattern_sha
 from tests.cases.harness import Cluster, metric, slow
+from tests.cases.scale import scaled
+from tests.nodes import node, until, worker
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 BLOCK = 64 << 10
@@ -108,6 +115,53 @@ async def test_c25_announcements_that_nobody_claims(behind_proxies: Cluster, cou
     await a.do("start", name="t", way="put", region="m", descriptor=target)
     assert (await a.do("outcome", name="t"))["state"] == "done"
     assert (await b.do("digest", name="m"))["sha"] == pattern_sha(1, range(8), BLOCK)
+
+
+@pytest.mark.parametrize("kind", ["claims", "offers"])
+async def test_c25_claims_and_offers_that_nobody_meets(kind: str) -> None:
+    """The other kinds of announcement: beyond the bound they are refused by name, they end by themselves, and there is
+    room for somebody else all the while.
+    """
+    count, limits = scaled(3000, 200_000), {"waiting_max": 500, "postings_max": 500, "requests_max": 1024}
+    outcomes: Counter[str] = Counter()
+    async with node(**limits) as server, worker(server, config=server.config) as rude, worker(server) as good:
+
+        def announcement(number: int) -> m.Message:
+            if kind == "claims":
+                return m.Claim(kind="offer", key=f"nobody-{number}", wait_s=1.0)
+            return m.Post(kind="offer", key=f"nobody-{number}", body=bytes(64), lease_s=1.0, claims_max=1)
+
+        async def some(numbers: range) -> None:
+            for number in numbers:
+                try:
+                    await rude.ask(announcement(number), timeout=20)
+                    outcomes["done"] += 1
+                except KvxferError as error:
+                    outcomes[error.code] += 1
+
+        flood = asyncio.gather(*(some(range(first, count, 1000)) for first in range(1000)))
+        rss, rounds = own_rss_bytes(), 0
+        while not flood.done() or not rounds:
+            rounds += 1
+            offer = m.Post(kind="offer", key=f"good-{rounds}", lease_s=30.0, claims_max=1)
+            posted = await good.ask(offer)
+            claimed = await good.ask(m.Claim(kind="offer", key=f"good-{rounds}"))
+            assert claimed.posting == posted.posting
+            await good.ask(m.Withdraw(posting=posted.posting))
+            found = server.registry.counts()
+            assert found.waiting <= 500
+            assert found.postings <= 501 + 1  # with the daemon's own
+            await asyncio.sleep(0.02)
+        await flood
+        assert outcomes["too_many_pending"] > 0, outcomes
+        assert set(outcomes) <= {"done", "too_many_pending", "unknown_transfer"}, outcomes
+        assert own_rss_bytes() - rss <= 32 << 20
+        quiet = server.registry.counts
+        await until(lambda: quiet().waiting == 0 and quiet().postings == 1, 5)
+
+
+def own_rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def test_c26_a_request_that_is_not_fetched_after_all(nodes: Cluster) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, Cluster, slow
 from tests.cases.scale import scaled
+from tests.nodes import node, until
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
 TABLE = BlockTable.of(range(4), tokens=64)
@@ -248,6 +250,18 @@ def test_c31_the_override_is_in_the_metrics() -> None:
     for chosen in (False, True):
         sample = ignore_fingerprint(Config(ignore_fingerprint=chosen))
         assert (sample.name, sample.value) == ("kvxfer_ignore_fingerprint", chosen)
+
+
+async def test_c31_a_workers_override_is_in_the_metrics_too() -> None:
+    async with node() as server:
+
+        def shown() -> str:
+            return server._scrape().body.decode()
+
+        async with kvxfer.Client(server.socket_path, config=replace(server.config, ignore_fingerprint=True)):
+            await until(lambda: "kvxfer_workers_ignore_fingerprint 1.0" in shown())
+            assert "kvxfer_ignore_fingerprint 0.0" in shown(), "the daemon's own is off"
+        await until(lambda: "kvxfer_workers_ignore_fingerprint 0.0" in shown())
 
 
 # -- C33: several consumers of one source ----------------------------------------------------------------------------

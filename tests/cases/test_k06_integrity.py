@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import InjectedFault, IntegrityError, OutOfRange, PartialTransfer, RegistrationError, TooLarge
 from kvxfer.testing.nodes import two_nodes
 from kvxfer.worker.many import Move
-from tests.cases.facts import limit, pattern
+from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
-from tests.cases.scale import FULL, scaled
+from tests.cases.scale import scaled
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]
 BLOCK = 4096
@@ -68,28 +69,26 @@ async def test_c34_64_at_a_time_all_exact(transport: str) -> None:
 
 @BOTH
 async def test_c34_integrity_costs_at_most_half(transport: str) -> None:
-    async def seconds(client: kvxfer.Client, other: kvxfer.Client) -> float:
-        source, target = await client.alloc(32 * MIB), await other.alloc(32 * MIB)
-        described, best = target.descriptor("w"), float("inf")
-        for _ in range(6):
-            began = time.perf_counter()
-            await asyncio.gather(
-                *(
-                    client.put(source[i * MIB : (i + 1) * MIB], described, target_offset=i * MIB).wait_settled()
-                    for i in range(32)
-                )
-            )
-            best = min(best, time.perf_counter() - began)
-        return best
+    """By turns, so that other work on this machine meets both; the best turn of each counts."""
 
-    times = {}
-    for integrity in (False, True):
-        async with two_nodes([transport], integrity=integrity) as (a, b):
-            times[integrity] = await seconds(a, b)
-    # Over shm one more pass of each side's memory than the copy itself: a gap that docs/reliability.md names.
-    # Beside other work on the same two cores this says little, so the short version is lenient with tcp as well.
-    share = {"tcp": 2 if FULL else 4, "shm": 5}[transport]
-    assert times[True] <= limit(share * times[False]), times
+    async def seconds(client: kvxfer.Client, source: kvxfer.Region, described: RemoteDescriptor) -> float:
+        began = time.perf_counter()
+        spans = [(source[i * MIB : (i + 1) * MIB], i * MIB) for i in range(32)]
+        await asyncio.gather(*(client.put(span, described, target_offset=at).wait_settled() for span, at in spans))
+        return time.perf_counter() - began
+
+    async with two_nodes([transport]) as (a, b), two_nodes([transport], integrity=True) as (c, d):
+        ends, best = {}, {False: float("inf"), True: float("inf")}
+        for integrity, (ours, theirs) in {False: (a, b), True: (c, d)}.items():
+            source, target = await ours.alloc(32 * MIB), await theirs.alloc(32 * MIB)
+            source.array[:] = 5
+            ends[integrity] = (ours, source, target.descriptor("w"))
+        for turn in range(60):
+            for integrity, end in ends.items():
+                best[integrity] = min(best[integrity], await seconds(*end))
+            if turn >= 5 and best[True] <= 2 * best[False]:
+                break
+        assert best[True] <= 2 * best[False], best
 
 
 # -- C35 -------------------------------------------------------------------------------------------------------------

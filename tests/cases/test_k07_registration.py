@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvxfer
 from kvxfer.errors import AlignmentError, InvalidLength, OverlapError, RegistrationError
 from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
+from tests.nodes import node, until
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 PAGE = 4096
@@ -82,6 +85,26 @@ async def test_c41_all_or_none_are_registered(transport: str) -> None:
         assert "memory could not be registered" in a.unready, "not ready, and it says why"
         assert len(await a.register_many(memories)) == 5
         assert a.unready == ""
+
+
+async def test_c41_the_daemon_is_not_ready_and_says_why() -> None:
+    memories = [np.zeros(PAGE, np.uint8) for _ in range(5)]
+    async with node() as server:
+        config = replace(server.config, transports=("fault+shm",), fault_spec="register_fail=3")
+        async with kvxfer.Client(server.socket_path, config=config, name="prefill") as client:
+            assert server._readyz().status == 200
+            with pytest.raises(RegistrationError):
+                await client.register_many(memories)
+            await until(lambda: server._readyz().status == 503)
+            said = server._readyz().body.decode()
+            assert said.startswith("prefill")
+            assert "memory could not be registered" in said
+            assert "kvxfer_workers_unready 1.0" in server._scrape().body.decode()
+            assert len(await client.register_many(memories)) == 5
+            await until(lambda: server._readyz().status == 200)
+            client._reporter.not_registered(RegistrationError("and then the worker ends"))
+            await until(lambda: server._readyz().status == 503)
+        await until(lambda: server._readyz().status == 200)
 
 
 def at_odd_offset() -> tuple[Any, Any]:

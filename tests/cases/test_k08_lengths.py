@@ -14,10 +14,13 @@ import pytest
 from kvxfer.errors import InvalidLength, KvxferError, OutOfRange
 from kvxfer.memory.region import check_span
 from kvxfer.native.engine import OpKind
+from kvxfer.native.status import error_for
 from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH, ROOT
 from tests.cases.scale import scaled
+from tests.native import kvxd
+from tests.native.tcp_owner import attached, owner
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
 U64 = 1 << 64
@@ -142,6 +145,28 @@ async def test_c45_no_sum_wraps_around(transport: str) -> None:
         await a.put(ours[size - 5 : size], described, target_offset=size - 5)
         assert (theirs.array[-5:] == 1).all(), "exactly to the end is fine"
         assert (theirs.array[:-5] == 2).all()
+
+
+@pytest.mark.parametrize("kind", [kvxd.Type.PUT, kvxd.Type.GET])
+async def test_c45_messages_made_by_hand(kind: kvxd.Type) -> None:
+    """What no engine of ours would send, by somebody who holds the key; the owner compares, and answers by name."""
+    async with owner() as one:
+        size, before = one.length, one.bytes.copy()
+        for offset, length in wrong_ranges(size):
+            async with await attached(one) as speaker:
+                payload = bytes(length) if kind is kvxd.Type.PUT and length <= 2 * size else b""
+                speaker.send(one.frame(kind, (offset, length), payload=payload), one.key)
+                if length > 2 * size:  # longer than any frame may be: whoever says so is no peer
+                    assert await speaker.closed() == b""
+                    continue
+                answer = await speaker.frame(one.key)
+                assert error_for(answer.status).code == OutOfRange.code, (offset, length)
+                assert not answer.payload
+        assert np.array_equal(one.bytes, before), "nothing was written"
+        async with await attached(one) as speaker:
+            speaker.send(one.frame(kvxd.Type.PUT, (size - 5, 5), payload=b"12345"), one.key)
+            assert (await speaker.frame(one.key)).status == 0
+            assert bytes(one.inside[-5:]) == b"12345", "exactly to the end is fine"
 
 
 def test_c45_like_a_model_with_whole_numbers() -> None:

@@ -9,15 +9,20 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+import kvxfer
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.region import KVCache
+from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from kvxfer.testing.processes import daemon, python_process
 from tests.cases.facts import limit, within
-from tests.cases.harness import ROOT, Cluster
+from tests.cases.harness import BOTH, ROOT
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
@@ -54,43 +59,50 @@ async def test_c61_everybody_to_everybody_at_once(dead: bool) -> None:
         assert all([json.loads(await node.readline(limit(10)))["whole"] for node in nodes])
 
 
-async def timed_put(side: object, name: str, descriptor: object) -> float:
+async def timed(work: Awaitable[object]) -> float:
     began = time.perf_counter()
-    await side.do("start", name=name, way="put", region="r", descriptor=descriptor)  # type: ignore[attr-defined]
-    outcome = await side.do("outcome", name=name)  # type: ignore[attr-defined]
-    assert outcome["state"] == "done", outcome
+    await work
     return time.perf_counter() - began
 
 
-async def test_c62_the_first_transfer_is_nearly_as_quick_as_the_others(nodes: Cluster) -> None:
-    a, b = await nodes.fresh()
-    for side in (a, b):
-        await side.do("alloc", name="r", length=4096)
-    descriptor = (await b.do("describe", name="r"))["descriptor"]
-    await a.do("connect", nodes=[b.node], parallel=1)
-    first = await timed_put(a, "first", descriptor)
-    warm = median([await timed_put(a, f"t{number}", descriptor) for number in range(50)])
-    assert first <= limit(0.5)
-    assert first <= 10 * warm + limit(0.01), (first, warm)
+@BOTH
+async def test_c62_the_first_transfer_is_nearly_as_quick_as_the_others(transport: str) -> None:
+    """The best of three, since other work on this machine only adds. What is allowed beside the multiple is the time of
+    a connection's round trips, which a transfer of some microseconds cannot hide.
+    """
+    firsts, prepared, warm = [], [], []
+    for ahead in (False, True) * 3:
+        async with two_nodes([transport]) as (a, b):
+            source, described = await a.alloc(4096), (await b.alloc(4096)).descriptor("w")
+            if ahead:
+                await a.plane.prepare(described)
+            (prepared if ahead else firsts).append(await timed(a.put(source, described)))
+            warm.append(median([await timed(a.put(source, described)) for _ in range(50)]))
+    assert max(firsts) <= limit(0.5)
+    assert min(firsts) <= 10 * min(warm) + 0.010, (firsts, warm)
+    assert min(prepared) <= 2 * min(warm) + 0.001, (prepared, warm)
 
 
-async def test_c62_a_flow_after_connect_is_nearly_as_quick_as_the_others(nodes: Cluster) -> None:
-    a, b = await nodes.fresh()
-    for side in (a, b):
-        await side.do("cache", name="c", blocks=4)
+@BOTH
+async def test_c62_a_flow_after_connect_is_nearly_as_quick_as_the_others(transport: str) -> None:
+    table, firsts, warm = BlockTable.of(range(4), tokens=64), [], []
+    for _ in range(3):
+        async with two_nodes([transport]) as (a, b):
+            source, target = [await make_cache(side, small_geometry(), 4) for side in (a, b)]
 
-    async def flow(number: int) -> float:
-        began = time.perf_counter()
-        await b.do("offer", name=f"r{number}", cache="c", blocks=[0, 1, 2, 3])
-        await a.do("push", name=f"r{number}", to=b.node, cache="c", blocks=[0, 1, 2, 3])
-        assert (await a.do("ended", name=f"r{number}"))["outcome"] == "done"
-        await b.do("ended", name=f"r{number}")
-        return time.perf_counter() - began
+            async def receive(name: str, target: KVCache = target, b: kvxfer.Client = b) -> None:
+                async with b.offer(name, target, table) as landing:
+                    await landing.wait()
 
-    await a.do("connect", nodes=[b.node], parallel=1)
-    first = await flow(0)
-    warm = median([await flow(number) for number in range(1, 20)])
-    assert first <= 2 * warm + limit(0.1), (first, warm)  # what Python itself does once is in it
+            async def send(name: str, source: KVCache = source, a: kvxfer.Client = a, b: kvxfer.Client = b) -> None:
+                async with a.push(name, to=b.addresses, cache=source, table=table) as sending:
+                    await sending.layers()
+
+            await a.connect(b.addresses)
+            took = [await timed(asyncio.gather(receive(f"r{n}"), send(f"r{n}"))) for n in range(15)]
+            firsts.append(took[0])
+            warm.append(median(took[1:]))
+    assert min(firsts) <= 2 * min(warm) + 0.010, (firsts, warm)
 
 
 def fetch(url: str) -> tuple[int, str]:

@@ -17,9 +17,10 @@ from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from kvxfer.wire import tags
+from kvxfer.wire.messages import Report
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH
-from tests.nodes import until
+from tests.nodes import node, until, worker
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 TABLE = BlockTable.of(range(4), tokens=64)
@@ -124,6 +125,25 @@ async def test_c75_notices_that_fit_nothing(transport: str) -> None:
         with pytest.raises(KvxferError):  # after its end
             await say(b, described, tags.pack(tags.RELEASE, 1))
     assert not failures
+
+
+async def test_c75_the_counts_of_workers_are_in_the_metrics() -> None:
+    """Of those that have ended as well; and no words but ours become labels."""
+    async with node() as server:
+
+        def shown(value: int) -> bool:
+            line = 'kvxfer_unexpected_notifications_total{reason="unknown_claim",type="release"}'
+            return f"{line} {value}.0" in server._scrape().body.decode()
+
+        for total in (2, 4):
+            async with kvxfer.Client(server.socket_path, config=server.config) as client:
+                for _ in range(2):
+                    client.plane.unexpected.add("release", "unknown_claim")
+                await until(lambda total=total: shown(total))  # type: ignore[misc]
+        async with worker(server) as liar:
+            liar.link.send(Report(unexpected={f"word {n}": 1 for n in range(30)} | {"release unknown_claim": -9}))
+            await until(lambda: 'total{reason="other",type="other"} 30.0' in server._scrape().body.decode())
+        assert shown(4)
 
 
 # -- C76 --------------------------------------------------------------------------------------------------------

@@ -154,7 +154,12 @@ async def test_c92_eight_causes_have_eight_codes_and_say_what_is_known(tcp_nodes
     assert None not in codes.values(), codes
     for name, cause in causes.items():
         assert cause["peer"] or "127.0.0." in cause["message"], (name, cause)
-        assert name == "out of range" or cause["op"] is not None, (name, cause)
+        if name != "out of range":  # refused before there was a transfer
+            assert cause["op"], (name, cause)
+            assert cause["fields"]["attempt"] >= 1, (name, cause)
+            assert cause["fields"]["elapsed_s"] >= 0, (name, cause)
+        if name in ("timeout", "reset", "wrong key"):
+            assert "127.0.0." in cause["fields"].get("address", cause["message"]), (name, cause)
     assert "refused" in causes["refused"]["message"].lower()
     assert "127.0.0.1:1" in causes["refused"]["message"]
 

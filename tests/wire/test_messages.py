@@ -36,6 +36,7 @@ NUMBERS = {
     51: m.StatusReply,
     52: m.Echo,
     53: m.EchoReply,
+    54: m.Report,
 }
 
 
