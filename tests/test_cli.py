@@ -39,6 +39,35 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["serve", "--listn", "127.0.0.1:0"], "--listen"),
+        (["serve", "--listn=127.0.0.1:0"], "--listen"),
+        (["ping", "127.0.0.1:1", "--timout", "1"], "--timeout"),
+        (["doctor", "--jsn"], "--json"),
+        (["--versoin"], "--version"),
+    ],
+)
+def test_an_unknown_option_is_told_the_nearest(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    wrong = next(word for word in words if word.startswith("--"))
+    shown = capsys.readouterr().err
+    assert "unrecognized arguments: " in shown
+    assert wrong in shown
+    assert f"did you mean {meant}?" in shown
+
+
+def test_an_option_like_no_other_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["config", "--qqqqqqqqqqqqq"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("wrong\nvalue"), 2), (PeerUnreachable("gone"), 1)])
 def test_errors_are_one_line(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ LAYERS = (
     Layer(
         name="facts",
         modules=(
-            *("errors", "descriptors"),
+            *("errors", "descriptors", "net.keys"),
             *("net", "node", "memory", "dataplane", "worker"),  # the packages themselves: a docstring each
         ),
         pure=True,

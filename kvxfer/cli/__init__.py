@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -22,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("kvxfer.cli.doctor", "look at this host: what kvxfer can do here, what it cannot, and what to do"),
     "demo": ("kvxfer.cli.demo", "move a real KV cache between two nodes and compare every token"),
     "bench": ("kvxfer.cli.bench", "measure the transports on the work of a KV cache, beside plain copies and rivals"),
+    "keys": ("kvxfer.cli.keys", "write each node's own keys, from one root that stays off the nodes"),
     "config": ("kvxfer.cli.config", "print the effective configuration and where each value comes from"),
 }
 EPILOG = """examples:
@@ -49,8 +51,8 @@ def load_command(name: str) -> Command:
     return cast(Command, importlib.import_module(COMMANDS[name][0]))
 
 
-def build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Command | None]:
-    """The parser of all commands; only the ``chosen`` one is imported and gets its arguments."""
+def build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Command | None]:
+    """The parser of all commands, that of the ``chosen`` one, and its module, which alone is imported."""
     parser = argparse.ArgumentParser(
         prog="kvxfer",
         description="Moves KV-cache tensors between the prefill and decode sides of disaggregated LLM inference.",
@@ -59,7 +61,7 @@ def build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Command |
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    command = None
+    command, own = None, parser
     for name, (_, summary) in COMMANDS.items():
         child = commands.add_parser(
             name,
@@ -68,9 +70,18 @@ def build_parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Command |
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
-            command = load_command(name)
+            command, own = load_command(name), child
             command.configure(child)
-    return parser, command
+    return parser, own, command
+
+
+def unrecognized(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What is said about words that nothing takes: the first wrong option's likely meaning with it."""
+    from kvxfer.config.options import nearest
+
+    wrong = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+    close = nearest(wrong, re.findall(r"--[\w-]+", parser.format_usage())) if wrong else None
+    return f"unrecognized arguments: {' '.join(words)}" + (f" (did you mean {close}?)" if close else "")
 
 
 def version() -> str:
@@ -88,8 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), None)
-    parser, command = build_parser(chosen if chosen in COMMANDS else None)
-    args = parser.parse_args(words)
+    parser, own, command = build_parser(chosen if chosen in COMMANDS else None)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(unrecognized(unknown, own))
     if args.version:
         print(f"kvxfer {version()}")
         return EXIT_OK

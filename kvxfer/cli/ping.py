@@ -23,13 +23,16 @@ import numpy as np
 import uvloop
 
 from kvxfer.config import TRANSPORTS as KNOWN
-from kvxfer.config import Loaded, load
+from kvxfer.config import Config, Loaded, load
 from kvxfer.config.options import nearest
 from kvxfer.dataplane.choice import moved
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.doctor.finding import State
+from kvxfer.doctor.judge_network import judge_toolkits
 from kvxfer.doctor.probe_peers import ask_status
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
 from kvxfer.native.facts import MemoryKind, TransportInfo
+from kvxfer.native.installed import installed
 from kvxfer.native.transports import names_of
 from kvxfer.worker.client import Client, local
 from kvxfer.worker.peer import as_node
@@ -144,6 +147,7 @@ async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -
         raise
     finally:
         _progress("")
+    run.notes.extend(await _versions(args.node, node, loaded.config, args.timeout))
     run.notes.append(await _breakers(node, args, loaded))
     target = targets[MemoryKind.DRAM]
     print(f"{args.node}: node {target.node_id[:12]} answers\n\n{table(run.rows, target.length)}\n\n{explain(run.ways)}")
@@ -228,6 +232,14 @@ class Run:
         self.ways.append(Way(name, True, why, pair))
         if MemoryKind.HBM in (here, there) and not self.notes:
             self.notes.extend(await asyncio.to_thread(_about_accelerators))
+
+
+async def _versions(given: str, node: Sequence[str], config: Config, timeout: float) -> list[str]:
+    """Accelerator libraries of both ends that do not match, whatever was measured over."""
+    here = await asyncio.to_thread(installed)
+    status = await ask_status(node, config, timeout) if here else {}
+    findings = judge_toolkits(given, here, status.get("accelerator"))
+    return [f"{one.check}: {one.found}; {one.advice}" for one in findings if one.state is not State.OK]
 
 
 def _about_accelerators() -> list[str]:

@@ -136,11 +136,14 @@ class Config:
         pattern=r"[^\0]+",
         expects="a path to a file that only its owner can read",
     )
+    node_keys_file: str = _path(
+        "File with this node's own keys, by `kvxfer keys`; they prove which node it is. Only its owner may read it."
+    )
     tls_cert: str = _path("File with this node's certificate and its chain (PEM): mutual TLS between daemons.")
     tls_key: str = _path("File with the key of `tls_cert` (PEM, without a passphrase); only its owner may read it.")
     tls_ca: str = _path("File with the authorities (PEM) of which a peer must have a certificate.")
     reload_s: float = _seconds(
-        5, 0.05, 3600, "How often the files of secret and certificate are looked at for changes."
+        5, 0.05, 3600, "How often the files of secret, node keys and certificate are looked at for changes."
     )
     reload_grace_s: float = _seconds(
         10, 0, 86400, "Connections proved by a secret or an authority that was taken away are closed after this time."
@@ -424,12 +427,15 @@ class Config:
     def check_security(self) -> None:
         """Refuse, with the way out, to serve other hosts without authentication. Raises `ConfigError`."""
         hint = f"set secret_file to a file (mode 0600) with at least {SECRET_BYTES_MIN} bytes, the same on all nodes"
-        proves = bool(self.secret or self.secret_file or self.tls_cert)
+        proves = bool(self.secret or self.secret_file or self.node_keys_file or self.tls_cert)
         for key, host in (("listen", self.listen_address.host), ("data_bind", self.data_bind_host)):
             if not is_loopback(host) and not proves:
                 why = f"{key} is reachable from other hosts, and without a secret or certificate anybody could join"
                 raise ConfigError(
-                    why, key=key, value=host, hint=f"{hint}, or tls_cert, tls_key and tls_ca, or use 127.0.0.1"
+                    why,
+                    key=key,
+                    value=host,
+                    hint=f"{hint}, or node_keys_file, or tls_cert, tls_key and tls_ca, or use 127.0.0.1",
                 )
         if self.encrypts and not is_loopback(self.listen_address.host) and not self.tls_cert:
             why = (

@@ -100,11 +100,15 @@ class OwnMemory:
 
     def revoke(self, grant: int) -> asyncio.Future[Event]:
         """Refuse a grant from now on; the future resolves when no peer can move a byte through it."""
+        self.hear_no_more(grant)
+        return self.engine.revoke(grant)
+
+    def hear_no_more(self, grant: int) -> None:
+        """Nobody wants to know what arrives, or has arrived, by this grant."""
         self.unwatch(grant)
         self._heard.discard(grant)
         for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
             self._given_up("revoked", event)
-        return self.engine.revoke(grant)
 
     def release(self, region: Region) -> asyncio.Future[Event]:
         """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""

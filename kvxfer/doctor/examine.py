@@ -66,5 +66,6 @@ def own_accelerator(ascend: Ascend) -> dict[str, object]:
     """In the form in which daemons tell each other; empty: none."""
     accelerator = ascend.accelerator
     if not accelerator.found:
-        return {}
-    return {"soc": accelerator.soc, "toolkit": accelerator.toolkit, "simulated": accelerator.simulated}
+        return dict(ascend.installed)
+    loaded = {"soc": accelerator.soc, "toolkit": accelerator.toolkit, "simulated": accelerator.simulated}
+    return {**ascend.installed, **loaded, **({"reported": accelerator.reported} if accelerator.reported else {})}

@@ -204,7 +204,7 @@ class Ascend:
 
     ``denied``: device files that this user may not open. ``holders``: device to the processes that hold it open.
     ``hccn``: the text of /etc/hccn.conf, None when it cannot be read. ``directories``: places where the toolkit was
-    looked for, and whether it is there.
+    looked for, and whether it is there. ``installed``: toolkit and driver as daemons tell each other.
     """
 
     devices: tuple[int, ...] = ()
@@ -219,4 +219,5 @@ class Ascend:
     directories: tuple[tuple[str, bool], ...] = ()
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     nic_port_taken: bool = False
+    installed: Mapping[str, object] = field(default_factory=dict)
     accelerator: Accelerator = Accelerator()

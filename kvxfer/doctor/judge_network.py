@@ -91,7 +91,8 @@ def judge_addresses(network: Network, config: Config) -> Iterator[Finding]:
         config.check_security()
         yield from _certificate(Credentials(config))
     except ConfigError as refused:
-        check = "certificate" if "tls" in str(refused.fields.get("key")) else "secret"
+        key = str(refused.fields.get("key"))
+        check = "certificate" if "tls" in key else "node keys" if "keys" in key else "secret"
         yield _NETWORK.problem(check, refused.message, refused.hint or "set secret_file")
 
 
@@ -217,17 +218,28 @@ def _their_addresses(peer: PeerSeen, network: Network) -> Iterator[Finding]:
             yield _PEERS.problem(f"{peer.given} address", found, "set `listen` or `advertise` on that node")
 
 
+# What both sides may know of their accelerators, and the word for it.
+_VERSIONS = {"toolkit": "toolkit", "reported": "version", "driver": "driver"}
+
+
 def judge_toolkits(given: str, ours: dict[str, object], theirs: object) -> Iterator[Finding]:
-    """Accelerator libraries of both ends, as far as both say what they have."""
+    """Accelerator libraries of both ends, as far as both say what they have, loaded or only installed."""
     if not isinstance(theirs, dict) or not theirs or not ours:
         return
     check = f"{given} accelerator"
-    mine, other = (f"{side.get('soc')}, toolkit {side.get('toolkit')}" for side in (ours, theirs))
-    found = f"there {other}; here {mine}"
-    if ours.get("simulated") != theirs.get("simulated"):
+    found = f"there {_about(theirs)}; here {_about(ours)}"
+    differ = [
+        word for name, word in _VERSIONS.items() if name in ours and name in theirs and ours[name] != theirs[name]
+    ]
+    if "simulated" in ours and "simulated" in theirs and ours["simulated"] != theirs["simulated"]:
         yield _PEERS.problem(check, found, "one side is a simulation: unset KVXFER_CANN_LIBDIR there")
-    elif ours.get("toolkit") != theirs.get("toolkit"):
-        advice = "use one toolkit version on all nodes: defaults and layouts differ between them"
-        yield _PEERS.warning(check, found, advice)
+    elif differ:
+        advice = "use one version on all nodes: defaults and layouts differ between them"
+        yield _PEERS.warning(check, f"{found}; {some(differ)} differ{'s' if len(differ) == 1 else ''}", advice)
     else:
         yield _PEERS.ok(check, found)
+
+
+def _about(side: dict[str, object]) -> str:
+    known = [f"{word} {side[name]}" for name, word in _VERSIONS.items() if name in side]
+    return ", ".join([str(side["soc"]) if "soc" in side else "libraries not loaded", *known])

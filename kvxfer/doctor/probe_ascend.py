@@ -20,6 +20,7 @@ from typing import Any
 
 from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink
 from kvxfer.doctor.probe_host import Tree
+from kvxfer.native.installed import installed
 
 CONTROL_FILES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 HCCN_CONF = "/etc/hccn.conf"
@@ -57,6 +58,7 @@ def probe_ascend(root: Path = Path("/"), env: Mapping[str, str] | None = None) -
         directories=directories,
         holders=_holders(tree, devices),
         nic_port_taken=_nic_port_taken(tree),
+        installed=installed(root, environment) if signs else {},
         accelerator=ask_libraries() if signs else Accelerator(),
     )
 

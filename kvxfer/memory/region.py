@@ -206,13 +206,17 @@ class Region:
         self._lent[made.grant] = on_released
         return made
 
-    def take_back(self, grant: int) -> asyncio.Future[Any]:
-        """End a descriptor without waiting; the future resolves when no peer can move a byte through it."""
+    def take_back(self, grant: int, *, listening: bool = False) -> asyncio.Future[Any]:
+        """End a descriptor without waiting; the future resolves when no peer can move a byte through it.
+
+        ``listening``: the caller still hears what arrived before, until it tells the plane otherwise.
+        """
         self._forget(grant)
-        self._plane.memory.unwatch(grant)
+        if not listening:
+            self._plane.memory.hear_no_more(grant)
         if self._quiet is not None:
             return self._quiet  # the release took it back
-        return self._plane.memory.revoke(grant)
+        return self._plane.engine.revoke(grant)
 
     def _forget(self, grant: int) -> None:
         self._grants.discard(grant)

@@ -509,6 +509,7 @@ void kvx_engine_close(kvx_engine *engine) {
     kvx_table_free(&core->grants);
     kvx_table_free(&core->peers);
     kvx_table_free(&core->imports);
+    kvx_views_forget(core);
     kvx_table_free(&core->ops);
     kvx_counters_close(core);
     free(core->strings);

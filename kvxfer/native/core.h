@@ -85,13 +85,20 @@ enum import_state { IMPORT_PENDING, IMPORT_READY, IMPORT_FAILED };
 typedef struct import_box {
     kvx_import import;
     enum import_state state;
-    bool viewed; /* Python looks at the mapping */
     bool released;
     bool deferred;
     uint32_t ops;
     struct import_box *previous, *next; /* of the peer */
     struct import_box *deferred_next;
 } import_box;
+
+/* A mapping that Python looks at. Gone from its transport (and from the import), it is zeros at the same addresses
+ * until the last look. */
+typedef struct view_box {
+    void *base;
+    uint64_t length;
+    bool dropping, zeros, over;
+} view_box;
 
 typedef struct op_box {
     kvx_op op;
@@ -127,6 +134,7 @@ struct kvx_core {
     uint64_t next_id; /* of objects and tokens alike */
     uint64_t generation_base;
     kvx_table regions, grants, peers, imports, ops;
+    kvx_table views;          /* by import: mappings that Python looks at; they outlive the import */
     struct kvx_arena *arenas; /* under the lock of device_memory.c */
     uint32_t transfers;       /* live tokens and undrained completions of transfers */
     uint32_t notifies;        /* undrained */
@@ -191,7 +199,8 @@ void kvx_grant_lost_drained(kvx_core *core, uint64_t grant);
 /* peers.c */
 void kvx_deferred_run(kvx_core *core);                       /* owner thread, without the lock */
 bool kvx_import_maybe_drop(kvx_core *core, import_box *box); /* true = signal */
-bool kvx_peers_sweep(kvx_core *core);                        /* after stop: pending tokens end, boxes are freed */
+void kvx_views_forget(kvx_core *core); /* at the end: what Python still looks at stays where it is */
+bool kvx_peers_sweep(kvx_core *core);  /* after stop: pending tokens end, boxes are freed */
 
 /* submit.c */
 void kvx_ops_cancel_all(kvx_core *core);

@@ -170,7 +170,7 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     int status = kvx_access_allow(access, (uint32_t)frame->tag);
     status = status == KVX_OK ? kvx_access_range(access, 0, frame->value) : status;
     if (status == KVX_OK && conn->attached.count >= hixl->config->grants_max) {
-        status = KVX_E_LIMIT;
+        status = KVX_E_REFUSED;
     }
     status = status == KVX_OK ? locate(hixl, access, location) : status;
     if (status == KVX_OK && !attach_new(conn, frame, access->grant)) {

@@ -52,7 +52,7 @@ static void remove_locked(kvx_core *core, region_box *box) {
     bytes_count(core, &box->region, -box->region.length);
 }
 
-void kvx_mapping_drop(void *base, uint64_t length, bool viewed) {
+static void mapping_drop(void *base, uint64_t length, bool viewed) {
     if (viewed) {
         mmap(base, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     } else {
@@ -69,7 +69,7 @@ static void box_free(region_box *box) {
 
 static void give_back(region_box *box) {
     if (box->mapped_length != 0) {
-        kvx_mapping_drop(box->region.base, box->mapped_length, box->viewed);
+        mapping_drop(box->region.base, box->mapped_length, box->viewed);
     } else if (box->arena != NULL && box->viewed) {
         kvx_arena_haunt(box->arena, box->region.base);
     } else if (box->arena != NULL) {
@@ -469,7 +469,7 @@ static void forget_run(kvx_job *job) {
     if (haunted) { /* while the id is still known: whoever finds it gone may reuse the addresses */
         kvx_arena_haunt(box->arena, box->region.base);
     } else if (viewed) {
-        kvx_mapping_drop(box->region.base, box->mapped_length, true);
+        mapping_drop(box->region.base, box->mapped_length, true);
     }
     kvx_lock(core);
     viewed = box->viewed;

@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define PEER_EVENTS 3 /* CONNECT, PEER_DOWN, PEER_CLOSED */
 
@@ -328,28 +329,101 @@ int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_
     return status;
 }
 
+/* With the lock held. */
+static int look(kvx_core *core, uint64_t import) {
+    import_box *box = kvx_table_get(&core->imports, import);
+    if (box == NULL || box->state != IMPORT_READY) {
+        return KVX_E_NO_IMPORT;
+    }
+    if (box->import.mapping == NULL || box->import.device >= 0) { /* nothing for the CPU */
+        return KVX_E_UNSUPPORTED;
+    }
+    if (kvx_table_get(&core->views, import) == NULL) {
+        view_box *view = kvx_table_reserve(&core->views, 1) ? calloc(1, sizeof(*view)) : NULL;
+        if (view == NULL) {
+            return KVX_E_NOMEM;
+        }
+        kvx_table_put(&core->views, import, view);
+    }
+    return KVX_OK;
+}
+
+/* With the lock held: the view whose addresses go now, NULL when somebody else takes care of them. */
+static view_box *look_away(kvx_core *core, uint64_t import) {
+    view_box *view = kvx_table_get(&core->views, import);
+    if (view == NULL || view->dropping) {
+        if (view != NULL) {
+            view->over = true;
+        }
+        return NULL;
+    }
+    kvx_table_remove(&core->views, import);
+    return view;
+}
+
+static void view_free(view_box *view) {
+    if (view != NULL && view->zeros) {
+        munmap(view->base, view->length);
+    }
+    free(view);
+}
+
 int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed) {
     kvx_core *core = &engine->core;
+    view_box *over = NULL;
+    int status = KVX_OK;
     kvx_lock(core);
-    import_box *box = kvx_table_get(&core->imports, import);
-    int status = box == NULL || box->state != IMPORT_READY ? KVX_E_NO_IMPORT : KVX_OK;
-    if (status == KVX_OK && (box->import.mapping == NULL || box->import.device >= 0)) { /* nothing for the CPU */
-        status = KVX_E_UNSUPPORTED;
-    }
-    if (status == KVX_OK) {
-        box->viewed = viewed != 0;
+    if (viewed) {
+        status = look(core, import);
+    } else {
+        over = look_away(core, import);
     }
     kvx_unlock(core);
+    view_free(over);
     return status;
 }
 
-bool kvx_mapping_hide(kvx_import *import) {
+void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length) {
+    kvx_lock(core);
+    view_box *view = kvx_table_get(&core->views, import);
+    if (view != NULL) {
+        view->base = base;
+        view->length = length;
+        view->dropping = true;
+    }
+    kvx_unlock(core);
+    if (view == NULL) {
+        munmap(base, length);
+        return;
+    }
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    bool zeros = mmap(base, length, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED;
+    kvx_lock(core);
+    view->dropping = false;
+    view->zeros = zeros;
+    if (view->over) {
+        kvx_table_remove(&core->views, import);
+    } else {
+        view = NULL;
+    }
+    kvx_unlock(core);
+    view_free(view);
+}
+
+void kvx_views_forget(kvx_core *core) {
+    for (uint32_t i = 0; i < core->views.capacity; i++) {
+        if (core->views.keys[i] != 0) {
+            free(core->views.values[i]);
+        }
+    }
+    kvx_table_free(&core->views);
+}
+
+void kvx_mapping_hide(kvx_import *import) {
     kvx_core *core = ((peer_box *)import->peer)->core;
     kvx_lock(core);
     import->mapping = NULL;
-    bool viewed = ((import_box *)import)->viewed;
     kvx_unlock(core);
-    return viewed;
 }
 
 int kvx_import_release(kvx_engine *engine, uint64_t import) {

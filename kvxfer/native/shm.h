@@ -190,7 +190,7 @@ typedef struct shm_import {
     shm_map *map;
     uint8_t *view; /* a mapping of its own for the application, on a page boundary */
     uint64_t view_length;
-    bool viewed; /* the application looks at it */
+    uint64_t view_id; /* of the import, which may be gone before its view */
     kvx_job job;
     struct shm_import *previous, *next; /* of the peer */
 } shm_import;

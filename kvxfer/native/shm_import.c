@@ -235,7 +235,7 @@ void kvx_shm_give_back_all(shm_peer *peer) {
         shm_import *import = next_to_give_back(peer);
         shm_map *map = import == NULL ? kvx_shm_map_unwanted(peer) : NULL;
         pthread_mutex_unlock(&shm->lock);
-        if (import != NULL && import->viewed && import->view_length > SHM_UNMAP_MAX) {
+        if (import != NULL && import->view != NULL && import->view_length > SHM_UNMAP_MAX) {
             import->job.run = give_back_run;
             kvx_core_job_post(shm->core, &import->job);
         } else if (import != NULL) {

@@ -286,6 +286,7 @@ int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *err
     if (view != MAP_FAILED) { /* without it there is nothing to adopt, but transfers work */
         import->view = view;
         import->view_length = wanted.length;
+        import->view_id = import->import->id;
         import->import->mapping = import->view + (at - wanted.begin);
     }
     return KVX_OK;
@@ -293,13 +294,13 @@ int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *err
 
 void kvx_shm_hide(shm_import *import) {
     if (import->import != NULL && import->import->mapping != NULL) {
-        import->viewed = kvx_mapping_hide(import->import);
+        kvx_mapping_hide(import->import);
     }
 }
 
 void kvx_shm_unview(shm_import *import) {
     if (import->view != NULL) {
-        kvx_mapping_drop(import->view, import->view_length, import->viewed);
+        kvx_view_drop(import->peer->shm->core, import->view_id, import->view, import->view_length);
         import->view = NULL;
     }
 }

@@ -100,6 +100,7 @@ static bool fill(tcp_conn *conn) {
         tx->crc = kvx_spans_crc(&tx->lend_spans, (uint64_t)lent, tx->crc);
     }
     kvx_spans_advance(&tx->lend_spans, (uint64_t)lent);
+    tx->crc_spans = tx->lend_spans; /* where copying would go on */
     conn->lane.held = (uint64_t)lent;
     return true;
 }

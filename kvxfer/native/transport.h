@@ -190,11 +190,11 @@ int kvx_core_owner_set(kvx_core *core, uint32_t slot, void (*turn)(void *transpo
 /* Is this the owner thread, inside the kvx_submit of that op? Then completing it now completes it inline. */
 bool kvx_op_in_submit(const kvx_op *op);
 const kvx_engine_config *kvx_core_config(const kvx_core *core);
-/* Before a transport takes import->mapping away: nobody new gets to see it. True: the application looks at it. */
-bool kvx_mapping_hide(kvx_import *import);
-/* munmap; or, for memory that the application looks at, zeros in its place: the pages go, the addresses stay, and a
- * late look does not end the process. */
-void kvx_mapping_drop(void *base, uint64_t length, bool viewed);
+/* Before a transport takes import->mapping away: nobody new gets to see it. */
+void kvx_mapping_hide(kvx_import *import);
+/* The mapping of an import (by its id; the import itself may be gone) goes: munmap; or, while the application looks at
+ * it, zeros in its place, so that a late look does not end the process. The addresses go with the last look. */
+void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length);
 kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot);
 uint64_t kvx_now_ms(void); /* CLOCK_MONOTONIC */
 

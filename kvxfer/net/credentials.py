@@ -1,4 +1,4 @@
-"""What this node proves itself with: secrets and certificate, read from their files again whenever those change.
+"""What this node proves itself with: secrets, keys of its own, certificate, read again whenever their files change.
 
 The idea: whoever dials or accepts asks for the current ones, and `accepts` says of an open connection whether what it
 was proved with is still good. A new file that cannot be used changes nothing: what was read before stays in force, the
@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvxfer.config import Config
+from kvxfer.config.sources import read_regular_file
 from kvxfer.errors import ConfigError
+from kvxfer.net.keys import FILE_BYTES_MAX, NodeKeys
 from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
 
-TLS, SECRET = "tls", "secret"
+TLS, SECRET, KEYS = "tls", "secret", "node_keys"
 DAY_S = 86400
 
 Signature = tuple[tuple[int, int, int] | int, ...]
@@ -28,10 +30,10 @@ log = logging.getLogger("kvxfer.credentials")
 
 
 class Credentials:
-    """Secrets and certificate by the options of a configuration. Raises `ConfigError` when they cannot be used.
+    """Secrets, keys and certificate by the options of a configuration. Raises `ConfigError` when they cannot be used.
 
-    ``wall`` gives Unix time. ``failures`` counts, for `tls` and `secret`, new files that could not be used, ``reloads``
-    those that could.
+    ``wall`` gives Unix time. ``failures`` counts, for `tls`, `secret` and `node_keys`, new files that could not be
+    used, ``reloads`` those that could.
     """
 
     def __init__(self, config: Config, *, wall: Callable[[], float] = time.time) -> None:
@@ -40,17 +42,20 @@ class Credentials:
         self._files = {
             TLS: tuple(path for path in (config.tls_cert, config.tls_key, config.tls_ca) if path),
             SECRET: (config.secret_file,) if config.secret_file else (),
+            KEYS: (config.node_keys_file,) if config.node_keys_file else (),
         }
         self._seen = {what: signature(paths) for what, paths in self._files.items()}
         self.secrets: tuple[bytes, ...] = config.read_secrets()
         self._contexts = self._read_contexts()
+        self.keys: NodeKeys | None = None
+        self.keys = self._read_keys(self.node_id)
         self._authorities = _content(config.tls_ca)
         self.authorities = 0  # grows whenever the file of authorities has another content
-        self.failures = {TLS: 0, SECRET: 0}
-        self.reloads = {TLS: 0, SECRET: 0}
+        self.failures = dict.fromkeys(self._files, 0)
+        self.reloads = dict.fromkeys(self._files, 0)
 
     def __repr__(self) -> str:
-        return f"<Credentials secrets={len(self.secrets)} tls={self._contexts is not None}>"
+        return f"<Credentials secrets={len(self.secrets)} keys={self.keys is not None} tls={self.uses_tls}>"
 
     @property
     def secret(self) -> bytes:
@@ -63,8 +68,10 @@ class Credentials:
 
     @property
     def node_id(self) -> str:
-        """The node that the certificate is for; empty without one."""
-        return "" if self._contexts is None else self._contexts.own.node_id
+        """The node that the certificate or the keys are for; empty without them."""
+        if self._contexts is not None:
+            return self._contexts.own.node_id
+        return "" if self.keys is None else self.keys.node_id
 
     @property
     def expires_in_s(self) -> float | None:
@@ -100,6 +107,8 @@ class Credentials:
             if what == TLS:
                 self._contexts = self._read_contexts(self.node_id)
                 self._count_authorities()
+            elif what == KEYS:
+                self.keys = self._read_keys(self.node_id)
             else:
                 self.secrets = self._config.read_secrets()
         except ConfigError as refused:
@@ -107,20 +116,23 @@ class Credentials:
             log.error("the new files of %s cannot be used, the old ones stay in force: %s", what, refused)
             return
         self.reloads[what] += 1
-        if self.expires_in_s is not None and what == TLS:
+        if what == KEYS and self.keys is not None:
+            log.info("the node's keys were read again; generations %s", ", ".join(self.keys.features))
+        elif self.expires_in_s is not None and what == TLS:
             log.info("the certificate was read again; it expires in %.1f days", self.expires_in_s / DAY_S)
         else:
             log.info("the shared secret was read again; %d are accepted", len(self.secrets))
 
-    def accepts(self, proved_with: bytes, authorities: int | None) -> bool:
+    def accepts(self, proved_with: bytes, authorities: int | None, node_id: str = "") -> bool:
         """Whether a connection that was proved so would be made again now, as far as that can be told.
 
         Who signed a certificate is known during a handshake only, so after a change of authorities none counts.
         """
         if authorities is not None and authorities != self.authorities:
             return False
-        known = [secret for secret in self.secrets if hmac.compare_digest(secret, proved_with)]
-        return bool(known) if self.secrets else True
+        good = (*self.secrets, *(() if self.keys is None else self.keys.accepted_from(node_id)))
+        known = [secret for secret in good if hmac.compare_digest(secret, proved_with)]
+        return bool(known) if self.secrets or self.keys is not None else True
 
     def _count_authorities(self) -> None:
         content = _content(self._config.tls_ca)
@@ -137,6 +149,21 @@ class Credentials:
             why = "the new certificate is for another node than this one"
             raise ConfigError(why, key="tls_cert", running=node_id, certificate=contexts.own.node_id)
         return contexts
+
+    def _read_keys(self, node_id: str) -> NodeKeys | None:
+        path = self._config.node_keys_file
+        if not path:
+            return None
+        content = read_regular_file("node_keys_file", path, FILE_BYTES_MAX, private=True)
+        try:
+            found = NodeKeys.parse(content.decode("ascii", "replace"))
+        except ValueError as wrong:
+            why = f"bad value for node_keys_file: {wrong}"
+            raise ConfigError(why, key="node_keys_file", value=path, hint="write it with `kvxfer keys`") from None
+        if node_id and found.node_id != node_id:
+            why = "these node keys are for another node than this one"
+            raise ConfigError(why, key="node_keys_file", running=node_id, keys=found.node_id)
+        return found
 
 
 def _content(path: str) -> bytes:

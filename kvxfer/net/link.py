@@ -170,6 +170,7 @@ class Link(asyncio.Protocol):
                 now=asyncio.get_running_loop().time(),
                 secret=credentials.secret if credentials else b"",
                 more_secrets=credentials.secrets[1:] if credentials else (),
+                keys=credentials.keys if credentials else None,
                 expected_node_id=expected_node_id,
                 authorise=authorise,
             )

@@ -116,6 +116,7 @@ class Acceptor:
             session_id=self._random(16).hex(),
             secret=known.secret if known else b"",
             more_secrets=known.secrets[1:] if known else (),
+            keys=known.keys if known else None,
             accept_roles=self._roles,
             authorise=self._authorise,
         )

@@ -110,7 +110,7 @@ def _links(server: Server) -> Iterator[Sample]:
 
 def _credentials(server: Server) -> Iterator[Sample]:
     known = server.credentials
-    for what, files in (("tls", "certificates"), ("secret", "the shared secret")):
+    for what, files in (("tls", "certificates"), ("secret", "the shared secret"), ("node_keys", "this node's keys")):
         text = f"New files of {files} that could not be used; the old ones stayed in force."
         name = f"kvxfer_{what}_reload_failures"
         yield Sample(name=name, help=text, value=known.failures[what], counter=True)

@@ -35,6 +35,8 @@ from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.errors import ClosedError, KvxferError, PeerDraining
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
+from kvxfer.native.installed import installed
+from kvxfer.native.transports import accelerators_likely
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import UnixListener, bound_address, check_way_back, listen_tcp
@@ -301,14 +303,20 @@ class Server:
                 log.warning("device %d has no block for `kvxfer ping`: %s", device, failure)
 
     async def _accelerators(self) -> dict[str, object]:
-        """What to tell tools about this node's accelerators; only asked when a transport for them has loaded them."""
+        """What to tell tools about this node's accelerators: what is installed, and more when a transport for them has
+        loaded their libraries.
+        """
+        if not accelerators_likely():
+            return {}
+        there = await asyncio.to_thread(installed)
         kinds = (info for info in self.engine.transports if info.moves(MemoryKind.HBM))
         if all(info.moves(MemoryKind.DRAM) for info in kinds):
-            return {}
+            return there
         found = await asyncio.to_thread(probe)
         if not isinstance(found, AscendFacts):
-            return {}
-        return {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
+            return there
+        loaded = {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
+        return there | loaded | ({"reported": found.reported} if found.reported else {})
 
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
         descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
@@ -372,7 +380,7 @@ class Server:
         """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
         now, lapsed = self._clock(), {}
         for link in (*self.peers.links, *self.pool.links):
-            if not self.credentials.accepts(link.proved_with, link.authorities):
+            if not self.credentials.accepts(link.proved_with, link.authorities, link.peer.node_id):
                 lapsed[link] = self._lapsed.get(link, now)
         self._lapsed = lapsed
         for link, since in lapsed.items():

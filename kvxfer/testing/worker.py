@@ -30,12 +30,17 @@ class Remote:
         self.process = process
         self._timeout = timeout
         self._turn = asyncio.Lock()
+        self._owed = 0  # answers
 
     async def do(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Run one command; raises `WorkerFailed` with the worker's own words when it failed."""
         async with self._turn:
             self.process.write(json.dumps({"do": name, **arguments}) + "\n")
-            answer: dict[str, Any] = json.loads(await self.process.readline(self._timeout))
+            self._owed += 1
+            while self._owed:  # also those of earlier commands that came too late
+                line = await self.process.readline(self._timeout)
+                self._owed -= 1
+            answer: dict[str, Any] = json.loads(line)
         if not answer.pop("ok"):
             raise WorkerFailed(self.process.name, name, answer)
         return answer

@@ -32,6 +32,7 @@ from kvxfer.errors import (
     UsageError,
     VersionMismatch,
 )
+from kvxfer.net.keys import NodeKeys
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.faults import error_reply, exception_of, refusal
@@ -116,9 +117,10 @@ _NOTHING = Step()
 class Session:
     """The protocol of one connection.
 
-    ``secret`` empty or None: none; the other side may also use one of ``more_secrets``. ``auth_required`` (by default:
-    whether there is a secret) makes an acceptor demand the dialler's proof, and makes a dialler refuse an acceptor that
-    offers none; a dialler with a secret proves itself whenever it is asked. ``nonce`` is 32 fresh random bytes,
+    ``secret`` empty or None: none; the other side may also use one of ``more_secrets``. ``keys`` are this node's own,
+    which also prove which node it is. ``auth_required`` (by default: whether there is a secret or a key) makes an
+    acceptor demand the dialler's proof, and makes a dialler refuse an acceptor that offers none; a dialler with one of
+    them proves itself whenever it is asked. ``nonce`` is 32 fresh random bytes,
     ``session_id`` (acceptor) 32 fresh hex digits. ``expected_node_id`` (dialler) refuses any other node.
     ``accept_roles`` (acceptor) are the link roles that may connect here. ``authorise`` gets the other side's facts once
     it has proved itself, and raises for whoever may not connect all the same.
@@ -135,6 +137,7 @@ class Session:
         session_id: str = "",
         secret: bytes | None = None,
         more_secrets: Sequence[bytes] = (),
+        keys: NodeKeys | None = None,
         auth_required: bool | None = None,
         expected_node_id: str = "",
         accept_roles: Collection[str] = m.LINK_ROLES,
@@ -154,20 +157,22 @@ class Session:
         self._session_id = session_id
         self._secret = secret or b""
         self._secrets = tuple(item for item in (self._secret, *more_secrets) if item)
+        self._keys = keys
         self._authorise = authorise
         self._certified = ""  # the node id that the other side's certificate is for
-        self._auth_required = bool(self._secret) if auth_required is None else auth_required
+        proves = bool(self._secret or keys)
+        self._auth_required = proves if auth_required is None else auth_required
         self._expected_node_id = expected_node_id
         self._accept_roles = accept_roles
         self._versions = versions
-        self._features = tuple(features)
+        self._features = (*features, *(keys.features if keys is not None else ()))
         self._keepalive_s = limits.keepalive_s
         self._since = now  # start of the handshake; later: last sign of life, or the last probe
         self._probes = self._late_probes = 0
         self._peer: Facts | None = None
         self._hello: m.Hello | None = None
         self._welcome: m.Welcome | None = None
-        if self._auth_required and not self._secret and side == "acceptor":
+        if self._auth_required and not proves and side == "acceptor":
             raise UsageError("an acceptor that requires authentication needs a secret")
 
     # -- driving it ----------------------------------------------------------------------------------------------------
@@ -343,7 +348,24 @@ class Session:
                 namespace=mine.namespace,
             )
 
-        return made(prove(self._secret, "acceptor", transcript(hello, made(b"")))) if required else made(b"")
+        if not required:
+            return made(b"")
+        return made(prove(self._secret_for(hello), "acceptor", transcript(hello, made(b""))))
+
+    def _secret_for(self, hello: m.Hello) -> bytes:
+        """With what an acceptor proves itself: the key for this node where both have keys, else the shared secret."""
+        key = b"" if self._keys is None else self._keys.presented_to(hello.node_id, hello.features)
+        if key or self._secret:
+            return key or self._secret
+        if not hello.node_id:
+            hint = "give the tool the node_keys_file of its own node"
+            raise AuthenticationError("this node requires node keys, and the dialler does not say its node", hint=hint)
+        hint = "give both nodes files of the same root, by `kvxfer keys`"
+        raise AuthenticationError("this node and the dialler have no generation of node keys in common", hint=hint)
+
+    def _accepted_from(self, node_id: str) -> tuple[bytes, ...]:
+        """With what the other side may prove that it is this node."""
+        return (*(() if self._keys is None else self._keys.accepted_from(node_id)), *self._secrets)
 
     def _on_welcome(self, welcome: m.Welcome) -> Step:
         hello = self._hello
@@ -388,10 +410,16 @@ class Session:
                     "the peer does not ask for the shared secret, but this side requires it", hint=hint
                 )
             return b""
-        if not self._secret:
-            hint = "set secret_file to the file that the other nodes use"
-            raise AuthenticationError("the peer requires the shared secret, and this side has none", hint=hint)
-        found = find_secret(self._secrets, "acceptor", said, welcome.proof)
+        secrets = self._accepted_from(welcome.node_id)
+        if not secrets:
+            hint = "set secret_file, or node_keys_file, as on the other nodes"
+            raise AuthenticationError("the peer requires a secret, and this side has none", hint=hint)
+        found = find_secret(secrets, "acceptor", said, welcome.proof)
+        if not found and self._keys is not None:
+            why = "the peer does not prove with a key of its own that it is the node that it says"
+            raise AuthenticationError(
+                why, says=welcome.node_id, hint="give it the file that `kvxfer keys` wrote for it"
+            )
         if not found:
             raise AuthenticationError(
                 "the peer's shared secret is not the same as this side's", hint="give all nodes the same secret_file"
@@ -404,9 +432,14 @@ class Session:
         assert self._welcome is not None
         if self._auth_required:
             said = transcript(self._hello, self._welcome)
-            self.proved_with = find_secret(self._secrets, "dialler", said, proof.proof)
+            secrets = self._accepted_from(self._hello.node_id)
+            self.proved_with = find_secret(secrets, "dialler", said, proof.proof)
             if not self.proved_with:
-                raise AuthenticationError("the dialler's shared secret is missing or not the same as this side's")
+                raise AuthenticationError(
+                    "the dialler's shared secret is missing or not the same as this side's"
+                    if self._keys is None
+                    else "the dialler does not prove with a key of its own that it is the node that it says"
+                )
         self._check_authorised()
         ready = m.Ready(session=self._session_id, keepalive_s=self._keepalive_s)
         return Step(send=(ready,), event=self._established(self._session_id))
@@ -423,8 +456,11 @@ class Session:
         assert self._peer is not None
         assert self._welcome is not None
         welcome = self._welcome
+        # A tool proves whose it is, and is no process of that node: nothing may be kept for the node in its name.
+        own = self._keys is not None and self._peer.role == "tool"
+        peer = replace(self._peer, node_id="") if own else self._peer
         return Established(
-            peer=self._peer,
+            peer=peer,
             version=welcome.version,
             features=welcome.features,
             session=session,

@@ -74,6 +74,7 @@ class Landing:
         self._error: KvxferError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._revokes: list[asyncio.Future[Any]] | None = None
         self._quiet: asyncio.Future[list[Any]] | None = None
         self._closed = False
         self._stalled = False
@@ -221,31 +222,46 @@ class Landing:
             self._claim = self._claim or event.claim
         elif event.what == "settled" and event.code == "done":
             # The commit came before this message, if there was one.
-            self._fail(ProtocolError("the push says that it is done, but it has not committed"))
+            self._fail_if_not_committed(ProtocolError("the push says that it is done, but it has not committed"))
         elif event.what == "settled":
-            self._fail(ended_by_other(event.code, event.detail or "the peer ended the push"))
+            self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the peer ended the push"))
         elif event.what == "lost":
-            self._fail(PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen)))
+            self._fail_if_not_committed(
+                PeerLost(f"the worker that pushed {self.request_id} died", layers_arrived=len(self._seen))
+            )
         elif event.what == "expired":
-            self._fail(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
+            self._fail_if_not_committed(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
         elif event.what == "withdrawn":
-            self._fail(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
+            self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
         elif event.what == "orphaned" and not any(
             self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
         ):
-            self._fail(PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen)))
+            self._fail_if_not_committed(
+                PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen))
+            )
 
     def _deadline_fired(self) -> None:
         self._timer = None
         self._client.plane.drain()
         if not self.committed:
             kind = Stalled if self._stalled else TransferTimeout
-            self._fail(
+            self._fail_if_not_committed(
                 kind(
                     f"the push of {self.request_id} did not commit within {self._timeout:g} s",
                     layers_arrived=len(self._seen),
                 )
             )
+
+    def _fail_if_not_committed(self, error: KvxferError) -> None:
+        """Not by the data path. A commit that this side has acknowledged counts, also one that comes in this moment."""
+        self._take_back()
+        self._client.plane.drain()
+        self._fail(error)
+
+    def _take_back(self) -> list[asyncio.Future[Any]]:
+        if self._revokes is None:
+            self._revokes = [region.take_back(grant, listening=True) for region, grant in self._grants]
+        return self._revokes
 
     def _region_released(self) -> None:
         self._fail(UnknownRegion(f"the memory of the landing of {self.request_id} was released"))
@@ -268,8 +284,9 @@ class Landing:
         if not self._client.closed:
             self._client.plane.stalls.end(self)
         self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
-        revokes = [region.take_back(grant) for region, grant in self._grants]
-        self._quiet = self._client.release_when_quiet(span, revokes)
+        self._quiet = self._client.release_when_quiet(span, self._take_back())
+        for _, grant in self._grants:
+            self._client.plane.memory.hear_no_more(grant)
         self._withdraw()
         self._wake()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvxfer.config import CONFIG_OPTIONS
+from kvxfer.deadline import Deadline
 from kvxfer.wire import messages as m
 from tests.certificates import openssl
 from tests.conftest import slack
@@ -17,7 +19,7 @@ from tests.nodes import node, worker
 pytestmark = pytest.mark.once
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-[SCRIPT] = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+[KEYS, SCRIPT] = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def run(script: str, directory: Path) -> None:
@@ -26,6 +28,14 @@ def run(script: str, directory: Path) -> None:
         ["sh", "-euc", script], cwd=directory, capture_output=True, text=True, timeout=30 * slack(), check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+async def test_the_commands_make_node_keys_that_work(tmp_path: Path) -> None:
+    run(KEYS.replace("kvxfer keys", f"{sys.executable} -m kvxfer keys"), tmp_path)
+    files = [str(tmp_path / "keys" / f"node-{name}.keys") for name in "ad"]
+    async with node(node_keys_file=files[0]) as here, node(node_keys_file=files[1]) as there:
+        link = await here.pool.get(there.addresses, there.node_id, Deadline.after(10 * slack()))
+        assert link.peer.node_id == there.node_id
 
 
 async def test_the_commands_make_certificates_that_work(tmp_path: Path) -> None:

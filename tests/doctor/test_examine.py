@@ -44,3 +44,7 @@ def test_own_accelerator() -> None:
     assert own_accelerator(Ascend()) == {}
     here = Ascend(accelerator=Accelerator(found=True, soc="KVXSim910", toolkit="8.5", simulated=True))
     assert own_accelerator(here) == {"soc": "KVXSim910", "toolkit": "8.5", "simulated": True}
+    files = {"toolkit": "9.0", "driver": "25.5"}
+    assert own_accelerator(Ascend(installed=files)) == files, "what cannot be loaded is installed all the same"
+    both = own_accelerator(Ascend(installed=files, accelerator=here.accelerator))
+    assert (both["toolkit"], both["driver"]) == ("8.5", "25.5")

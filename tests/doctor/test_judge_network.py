@@ -199,12 +199,22 @@ REAL = {"soc": "Ascend910B3", "toolkit": "9.1+", "simulated": False}
     [
         (REAL, State.OK),
         (REAL | {"toolkit": "8.5"}, State.WARNING),
+        (REAL | {"reported": "9.1.0"}, State.OK),  # one side alone says it
+        ({"toolkit": "9.1+", "driver": "25.5"}, State.OK),  # not loaded there
+        ({"toolkit": "9.0", "driver": "25.5"}, State.WARNING),
         (REAL | {"simulated": True, "soc": "KVXSim910"}, State.PROBLEM),
     ],
 )
 def test_toolkits(theirs: dict[str, object], state: State) -> None:
     [finding] = judge_toolkits("peer", dict(REAL), theirs)
     assert finding.state is state
+
+
+def test_what_differs_is_named() -> None:
+    ours = {"toolkit": "9.1+", "reported": "9.1.0", "driver": "25.5.0"}
+    [finding] = judge_toolkits("peer", dict(ours), ours | {"reported": "9.2.0", "driver": "25.5.1"})
+    assert (finding.state, "version, driver differ" in finding.found) == (State.WARNING, True)
+    assert "there libraries not loaded, toolkit 9.1+, version 9.2.0, driver 25.5.1" in finding.found
 
 
 def test_toolkits_of_one_side_only_say_nothing() -> None:

@@ -69,6 +69,20 @@ async def test_only_the_process_that_has_an_engines_name_is_written_to() -> None
             assert (near.read(mine) == 2).all()
 
 
+@simulated()
+async def test_an_owner_that_is_full_says_so() -> None:
+    """And nothing else ends with that."""
+    async with Near(device_ipc=True, grants_max=2) as there, Near(device_ipc=True) as here:
+        mine, far = here.alloc(MIB, fill=1), there.alloc(MIB, fill=2)
+        made: GrantInfo = there.engine.grant(far.id, 0, MIB, 3)
+        grant = told(made, MIB)
+        peer = await here.connect(there.endpoint)
+        imports = [await here.import_(peer, grant) for _ in range(2)]
+        _, done = here.engine.import_(peer, **(grant | {"key": made.key}))
+        assert (await within(done)).status == Status.REFUSED
+        assert await here.move(PUT, mine, imports[0]) == 0
+
+
 GOOD = Location(address=1 << 40, length=MIB)
 LIES = {
     "a registration that is still to come": {"version": 2},

@@ -133,6 +133,7 @@ async def frozen_initiator(side: Side, grant: Any) -> AsyncIterator[Process]:
         "generation": grant.generation,
         "length": grant.length,
         "key": grant.key.hex(),
+        "secret": "",
     }
     async with child("victim.py", what) as initiator:
         assert await initiator.line() == "ready"
@@ -348,6 +349,42 @@ async def test_a_frozen_owner_and_its_death() -> None:
         assert (view == 3).all(), "memory that is mapped outlives its owner"
         assert (await within(pair.engine.close_peer(pair.peer))).status == 0
         assert pair.counters.peers_lost == 1
+
+
+def what_is_at(addresses: list[int]) -> set[str]:
+    """What the kernel says is mapped there; `nothing` where nothing is."""
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [([int(end, 16) for end in row[0].split("-")], " ".join(row[5:])) for row in rows]
+    return {
+        next((name or "zeros" for (low, high), name in ranges if low <= address < high), "nothing")
+        for address in addresses
+    }
+
+
+async def test_addresses_of_a_view_that_outlives_its_import_go_with_it() -> None:
+    async with apart("alloc") as pair:
+        views, addresses = [], []
+        for _ in range(20):
+            assert (await pair.import_()).status == 0
+            views.append(np.frombuffer(pair.engine.mapping(pair.handle), np.uint8))
+            addresses.append(views[-1].__array_interface__["data"][0])
+            pair.engine.release_import(pair.handle)
+        await eventually(lambda: what_is_at(addresses) == {"zeros"})
+        assert not any(view.any() for view in views)
+        views.clear()
+        assert what_is_at(addresses) == {"nothing"}
+
+
+async def test_a_view_that_goes_while_its_import_goes_leaves_nothing() -> None:
+    async with apart("alloc") as pair:
+        addresses = []
+        for _ in range(100):
+            assert (await pair.import_()).status == 0
+            view = np.frombuffer(pair.engine.mapping(pair.handle), np.uint8)
+            addresses.append(view.__array_interface__["data"][0])
+            pair.engine.release_import(pair.handle)
+            del view
+        await eventually(lambda: "zeros" not in what_is_at(addresses))
 
 
 @asynccontextmanager

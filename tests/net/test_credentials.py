@@ -12,6 +12,7 @@ from kvxfer.config import Config
 from kvxfer.config.sources import SECRETS_MAX, read_secret_file
 from kvxfer.errors import ConfigError
 from kvxfer.net.credentials import Credentials
+from kvxfer.net.keys import NodeKeys
 from tests.certificates import Authority
 
 pytestmark = pytest.mark.once
@@ -44,7 +45,7 @@ def test_without_any() -> None:
     assert not none.watches
     none.poll()
     none.reload()
-    assert none.failures == none.reloads == {"tls": 0, "secret": 0}
+    assert none.failures == none.reloads == {"tls": 0, "secret": 0, "node_keys": 0}
 
 
 def test_of_several_secrets_the_first_is_used(tmp_path: Path) -> None:
@@ -155,3 +156,41 @@ def test_links_as_those_of_kubernetes_are_followed(tmp_path: Path) -> None:
     (tmp_path / "next").replace(tmp_path / "data")
     known.poll()
     assert known.secret == NEW.encode()
+
+
+def keys_file(path: Path, node: str, *roots: str) -> Path:
+    made = NodeKeys.derive([root.encode() for root in roots], node, (A, B))
+    return written(path, made.render())
+
+
+def test_new_node_keys_are_taken_and_those_of_another_node_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = keys_file(tmp_path / "keys", A, OLD)
+    known = Credentials(Config(node_keys_file=str(path), listen="0.0.0.0:1", advertise=("10.0.0.1",)))
+    assert known.keys is not None
+    assert known.node_id == known.keys.node_id == A
+    assert known.watches
+    own = known.keys.generations[0].own.hex()
+    assert own not in repr(known)
+    keys_file(path, A, NEW, OLD)
+    known.poll()
+    assert len(known.keys.generations) == 2
+    for broken in (lambda: keys_file(path, B, NEW), lambda: written(path, "kvxfer node keys 1\nrubbish " + own)):
+        broken()
+        known.poll()
+        known.poll()
+    assert known.keys.node_id == A
+    assert (known.reloads["node_keys"], known.failures["node_keys"]) == (1, 2)
+    assert own not in caplog.text
+
+
+def test_node_keys_are_for_their_owner_alone(
+    tmp_path: Path,
+) -> None:
+    path = keys_file(tmp_path / "keys", B, OLD)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="others may access it"):
+        Credentials(Config(node_keys_file=str(path)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Credentials(Config(node_keys_file=str(tmp_path / "none")))

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.dataplane.plane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.errors import ClosedError, ProtocolError, TransferCancelled, TransferTimeout, UsageError
-from kvxfer.native.engine import Event, OpKind
+from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire import tags
 from kvxfer.wire.messages import Claim, PostingEvent
@@ -58,6 +58,38 @@ async def test_a_commit_counts_only_with_every_layer(layers: list[int], said: in
         with pytest.raises(ProtocolError):
             await asyncio.wait_for(landing.wait(), 5)
         assert not landing.committed
+
+
+@pytest.mark.parametrize("what", ["expired", "withdrawn", "lost", "settled"])
+async def test_a_commit_that_was_acknowledged_in_the_last_moment_counts(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
+        peer, engine = await liar(a, b), b.plane.engine
+        for layer in range(3):
+            await peer.say(tags.LAYER, 1, layer)
+        drain, revoke = b.plane.drain, engine.revoke
+        order: list[str] = []
+        commit = tags.pack(tags.COMMIT, 1, 0)
+
+        def late() -> None:
+            drain()
+            if "revoke" in order:  # it came between the look before and the revoke, which it was quicker than
+                landing._on_data(Event(EventKind.NOTIFY, 0, 0, 1, commit, 3, 0, 0, -1))
+            order.append("drain")
+
+        def revoked(grant: int) -> Any:
+            order.append("revoke")
+            return revoke(grant)
+
+        monkeypatch.setattr(b.plane, "drain", late)
+        monkeypatch.setattr(engine, "revoke", revoked)
+        landing._on_posting(PostingEvent(posting=landing._posting.posting, claim=1, what=what))  # type: ignore[union-attr]
+        await asyncio.wait_for(landing.wait(), 5)
+        assert landing.committed
+        assert order[0] == "drain"
+        assert order[-1] == "drain"
+        assert set(order[1:-1]) == {"revoke"}
 
 
 async def test_tags_that_make_no_sense_are_counted_and_change_nothing() -> None:

@@ -98,7 +98,8 @@ class Oracle:
         if op.done:
             self.wrong("write_after_end", f"a byte of {op.flow} moves although its token has completed")
         pool = self.pools.get(owner)
-        if pool is not None and any(kept.id == grant.region.info.id for kept in pool._kept):
+        free = () if pool is None else (kept.id for part in pool.parts for kept in part.kept)
+        if grant.region.info.id in free:
             self.wrong("unpinned_write", f"{op.flow} writes into a landing of {owner.process.name} that is free")
         cache = self.caches.get(owner)
         if cache is None or grant.region.info.id != cache.region or not length:

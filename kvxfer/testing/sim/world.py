@@ -30,7 +30,7 @@ from kvxfer.memory.region import Region
 from kvxfer.native.facts import EngineConfig
 from kvxfer.net import link as link_module
 from kvxfer.net.link import Link
-from kvxfer.node import landing as landing_module
+from kvxfer.node import landing_memory as landing_module
 from kvxfer.node import server as server_module
 from kvxfer.node.server import Server
 from kvxfer.tasks import TaskOwner

@@ -26,6 +26,8 @@ from kvxfer.testing.worker import Remote, WorkerFailed
 
 ANSWER_S = 120.0
 STARTS = 3  # a process that does not come up on a machine that has other things to do is started again
+# What the worker's own comparisons free goes back at once: what stays resident is what somebody holds.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 END_S = 30.0  # for a process that was told to end, or killed
 LONGER_S = 60.0  # a run goes on for so long at most until each kind of traffic was done once
 ROUND, MORTAL_ROUND = 600, 96
@@ -110,7 +112,7 @@ class Worker:
         await self._stack.aclose()
         self._stack = AsyncExitStack()
         process = await self._stack.enter_async_context(
-            python_process(["-m", "kvxfer.testing.soak.worker"], name=self.name)
+            python_process(["-m", "kvxfer.testing.soak.worker"], name=self.name, environment=MALLOC)
         )
         self.remote = Remote(process, ANSWER_S)
         self.wrongs_told = 0
@@ -146,6 +148,7 @@ class Soak:
         self.tally = Tally()
         self.daemons: dict[str, tuple[AsyncExitStack, Daemon]] = {}
         self.began = time.monotonic()
+        self._shown = 0
 
     @property
     def left_s(self) -> float:
@@ -222,6 +225,9 @@ class Soak:
             await asyncio.sleep(min(self.plan.report_s, max(1.0, self.left_s)))
             self.look_at_daemons()
             print(self.progress(), flush=True)
+            for text in self.tally.wrongs.first[self._shown :]:
+                print(f"WRONG: {text}", flush=True)
+            self._shown = len(self.tally.wrongs.first)
 
     def look_at_daemons(self) -> None:
         """Those that were never restarted."""

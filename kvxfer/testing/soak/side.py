@@ -25,6 +25,11 @@ SPANS, SPAN_BYTES = 40, 1 << 20
 SOURCE_BYTES = 4 << 20
 REST_S = 8.0
 TURN_S = 0.004
+FLAGS = {
+    "timeout_s": 4.0,
+    "lease_s": 3.0,
+    "expired_memory_max": 64,  # of each process; what stays mapped is there long before the warm-up ends
+}
 RUNNING_MAX = 16
 
 
@@ -64,7 +69,7 @@ class Side:
 
     async def open(self, socket: str, transports: list[str], seed: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Connect and lay out the memory."""
-        flags = {"transports": transports, "timeout_s": 4.0, "lease_s": 3.0, **extra}
+        flags = {**FLAGS, "transports": transports, **extra}
         self.config = load(env={}, flags=flags).config
         self.socket = socket
         self.client = await Client(socket, config=self.config).__aenter__()

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1:history_size=4",
 }
-ENDS = "ends"  # forks among threads, after which a child under the thread sanitizer may not make any (die_after_fork)
+ENDS = "ends"
 DEVICE = "device"  # over simulated cards, and no transport of its own: runs with `loop` only
 # (scenario, rounds, needs another process)
 SCENARIOS = (
@@ -158,7 +158,7 @@ def main() -> int:
                 chosen = not args.scenario or scenario in args.scenario
                 if not chosen or (apart and transport == "loop") or ("+" in transport and scenario not in FAULTY):
                     continue
-                if (scenario == DEVICE and transport != "loop") or (scenario == ENDS and sanitizer == "thread"):
+                if scenario == DEVICE and transport != "loop":
                     continue
                 wanted += [(sanitizer, scenario, transport, args.seed + n, rounds) for n in range(args.times)]
     drivers: dict[str, Path] = {}

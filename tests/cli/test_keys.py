@@ -1,0 +1,60 @@
+"""`kvxfer keys`, and two nodes that use what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvxfer.cli import main
+from kvxfer.deadline import Deadline
+from kvxfer.errors import AuthenticationError
+from kvxfer.net.keys import NodeKeys, node_named
+from tests.nodes import node
+
+ROOT, NEXT = "the root of all the keys", "the root that comes next"
+
+
+def keys(directory: Path, *arguments: str, roots: tuple[str, ...] = (ROOT,)) -> int:
+    root = directory / "root"
+    root.touch(mode=0o600)
+    root.write_text("\n".join(roots))
+    return main(["keys", "--root", str(root), "--directory", str(directory / "out"), *arguments])
+
+
+def test_it_writes_a_file_for_each_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys(tmp_path, "a", "b", "--others", "c") == 0
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["a.keys", "b.keys"]
+    path = tmp_path / "out" / "a.keys"
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = NodeKeys.parse(path.read_text())
+    assert found.node_id == node_named("a")
+    assert set(found.generations[0].peers) == {node_named("b"), node_named("c")}
+    told = capsys.readouterr().out
+    assert f"node {node_named('a')}" in told
+    assert found.generations[0].own.hex() not in told
+
+
+@pytest.mark.parametrize("wrong", [("a", "a"), ("a", "--others", "a")])
+def test_a_node_is_named_once(tmp_path: Path, wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys(tmp_path, *wrong) == 2
+    assert "twice" in capsys.readouterr().err
+
+
+@pytest.mark.asyncio
+async def test_nodes_meet_with_their_keys_and_nobody_passes_for_another(tmp_path: Path) -> None:
+    assert keys(tmp_path, "a", "b") == 0
+    assert keys(tmp_path, "late", "--others", "a", "b") == 0
+    files = {name: str(tmp_path / "out" / f"{name}.keys") for name in ("a", "b", "late")}
+    async with node(node_keys_file=files["a"]) as a, node(node_keys_file=files["b"]) as b:
+        assert a.node_id == node_named("a")
+        link = await a.pool.get(b.addresses, b.node_id, Deadline.after(10))
+        assert link.peer.node_id == b.node_id
+        async with node(node_keys_file=files["late"]) as late:
+            link = await late.pool.get(a.addresses, "", Deadline.after(10))
+            assert link.peer.node_id == a.node_id
+        async with node(node_keys_file=files["late"]) as thief:
+            thief.node_id = a.node_id
+            with pytest.raises(AuthenticationError):
+                await thief.pool.get(b.addresses, "", Deadline.after(10))
