@@ -68,6 +68,15 @@ static int fake_import(int32_t device, const char *key, void **memory_p, uint32_
     *memory_p = MAPPED;
     return KVX_OK;
 }
+static int fake_allow(int32_t device, const char *key, int32_t pid, uint32_t *raw_p) {
+    (void)device, (void)key, (void)pid, (void)raw_p;
+    return KVX_OK;
+}
+static int fake_process(int32_t *pid_p, uint32_t *raw_p) {
+    (void)raw_p;
+    *pid_p = 1234;
+    return KVX_OK;
+}
 static int fake_unmap(int32_t device, const char *key, uint32_t *raw_p) {
     (void)device, (void)key, (void)raw_p;
     return KVX_OK;
@@ -119,7 +128,9 @@ static const kvx_ascend_api fake = {
     .copy_batch = fake_copy_batch,
     .ipc_export = fake_export,
     .ipc_import = fake_import,
+    .ipc_allow = fake_allow,
     .ipc_close = fake_unmap,
+    .process_id = fake_process,
     .engine_open = fake_engine_open,
     .mem_register = fake_register,
     .connect = fake_connect,

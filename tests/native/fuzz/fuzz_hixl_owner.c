@@ -66,7 +66,8 @@ static void send_frame(stranger *d, uint8_t type, uint8_t how) {
                        .value = how % 16 == 4 ? take(d, 8)
                                 : attaches    ? LENGTH
                                               : 0,
-                       .segments = attaches ? 1 : 0};
+                       .segments = attaches ? 1 : 0,
+                       .segment = attaches ? how / 32 : 0}; /* the process, when its driver shall admit it */
     if (how % 16 == 5) {
         frame.segments = (uint32_t)take(d, 1) % (KVX_STREAM_UNITS_MAX + 1);
     } else if (how % 16 == 6) {
