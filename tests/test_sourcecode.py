@@ -100,7 +100,7 @@ SHIM_IMPORTERS = {
 # cancelled caller, ends by its own deadline and is then cleaned up by a callback.
 TASK_OWNERS = {
     "kvxfer.tasks",
-    *(f"kvxfer.worker.{name}" for name in ("client", "control", "publish", "push")),
+    *(f"kvxfer.worker.{name}" for name in ("control", "publish", "push")),
     "kvxfer.testing.processes",
 }
 

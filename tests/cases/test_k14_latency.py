@@ -53,7 +53,7 @@ def process_cpu_s(pid: int) -> float:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_c67_an_idle_daemon_with_eight_peers_costs_no_cpu(tcp_nodes: Cluster) -> None:
     a, b = await tcp_nodes.fresh()
-    for_s = scaled_s(4.0, 30.0)
+    for_s = scaled_s(2.5, 30.0)
     async with AsyncExitStack() as stack:
         for _ in range(8):  # each is a daemon with its client, and its link to A's daemon stays up
             peer = await stack.enter_async_context(kvxfer.local(transports=("tcp",), tcp_threads=1, copy_threads=1))

@@ -62,7 +62,8 @@ def test_c93_a_clean_venv(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     [built] = wheel.glob("kvxfer-*.whl")
     python = place / "bin" / "python"
-    subprocess.run([str(python), "-m", "pip", "install", "-q", str(built)], check=True, capture_output=True)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # or it were there already
+    subprocess.run([str(python), "-m", "pip", "install", "-q", str(built)], env=clean, check=True, capture_output=True)
     environment = {"PATH": BARE["PATH"], "HOME": BARE["HOME"]}
     done = subprocess.run([str(python), "-c", LOOPBACK], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "moved\n", done.stderr

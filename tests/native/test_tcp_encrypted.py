@@ -23,7 +23,7 @@ from tests.native.sealed import SECRET, SealedSpeaker
 from tests.native.tcp_owner import KEY, LENGTH, Owner, attached, connect, eventually, import_, initiator, owner
 from tests.native.tcp_servers import server
 
-ON: dict[str, Any] = {"tcp_encryption": "on"}
+ON: dict[str, Any] = {"tcp_encryption": "on", "connect_ms": 10_000}
 PATTERN = b"a pattern that nobody but the two may see "
 
 
@@ -150,13 +150,29 @@ class Middle:
         self.port = int(port)
         self.seen = {"up": b"", "down": b""}
         self.change: Callable[[str, int, bytes], list[bytes]] = lambda way, number, piece: [piece]
+        self._writers: list[asyncio.StreamWriter] = []
+        self._ended = asyncio.Event()
+        self._running = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(self.host, self.port)
+        self._running += 1
+        self._ended.clear()
+        self._writers.append(writer)
         try:
+            far_reader, far_writer = await asyncio.open_connection(self.host, self.port)
+            self._writers.append(far_writer)
             await asyncio.gather(self.pump("up", reader, far_writer), self.pump("down", far_reader, writer))
         finally:
-            far_writer.close()
+            self._running -= 1
+            if not self._running:
+                self._ended.set()
+
+    async def close(self) -> None:
+        """Returns when nobody is in between any more."""
+        for writer in self._writers:
+            writer.close()
+        if self._running:
+            await within(self._ended.wait())
 
     async def pump(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -178,7 +194,10 @@ class Middle:
 async def between(target: str) -> AsyncIterator[tuple[Middle, str]]:
     middle = Middle(target)
     async with server(middle.handle) as endpoint:
-        yield middle, endpoint
+        try:
+            yield middle, endpoint
+        finally:
+            await middle.close()
 
 
 async def test_nothing_crosses_the_wire_in_clear() -> None:
@@ -301,10 +320,8 @@ async def changed(name: str, size: int, kind: OpKind, way: str) -> None:
             await asyncio.sleep(0.005)
         for outcome in outcomes:
             event = await settled(outcome)
-            if (name, size, outcome) == ("twice", 200, outcomes[0]):
-                assert event.status == 0, "it was whole; what came behind it was not"
-            else:
-                assert event.status == Status.PEER_LOST, (name, event)
+            whole = (name, size, outcome) == ("twice", 200, outcomes[0])  # it was; what came behind it was not
+            assert event.status == Status.PEER_LOST or (whole and event.status == 0), (name, event)
         await eventually(lambda: one.count("peers_accepted") == 0)
         assert await serves(one)
 
@@ -364,7 +381,7 @@ async def test_a_changed_hello_gives_other_keys(way: str, at: int) -> None:
         middle.change = change
         _, done = side.engine.connect(1, endpoint, secret_of(one))
         status = (await within(done)).status
-        assert status in (Status.SECRET, Status.NOT_KVXFER, Status.REFUSED, Status.TIMEOUT), status
+        assert status in (Status.SECRET, Status.NOT_KVXFER, Status.REFUSED), status
 
 
 # -- one side in clear ------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_both_versions_occur_and_meet() -> None:
 
 
 def test_what_is_asked_when_all_is_quiet_can_fail() -> None:
-    claim = SimpleNamespace(key=("p", 1))
+    claim = SimpleNamespace(key=("p", 1), incarnation="here")
     posting = SimpleNamespace(kind="offer", key="k", claims={1: claim})
     book = SimpleNamespace(_postings={1: posting})
     link = SimpleNamespace(peer=SimpleNamespace(incarnation="gone"), name="a link")

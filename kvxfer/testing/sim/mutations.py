@@ -15,6 +15,7 @@ from kvxfer.dataplane.admission import Admission
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
 from kvxfer.node.pool import Pool
+from kvxfer.node.settling import Settlements
 from kvxfer.rendezvous import book as book_module
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.mailbox import Mailboxes
@@ -220,6 +221,11 @@ def _newest_version_taken() -> list[Change]:
     return [(Session, "_make_welcome", newest)]
 
 
+def _settlement_said_once() -> list[Change]:
+    """A settlement that found nobody is not said again."""
+    return [(Settlements, "keep", lambda *_: None)]
+
+
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
     "generation_not_compared": _generation_not_compared,
@@ -235,6 +241,7 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "cancel_too_early": _cancel_too_early,
     "notification_before_bytes": _notification_before_bytes,
     "address_kept": _address_kept,
+    "settlement_said_once": _settlement_said_once,
     "silence_trusted": _silence_trusted,
     "another_clock": _another_clock,
     "newest_version_taken": _newest_version_taken,

@@ -41,7 +41,7 @@ from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
 from kvxfer.testing.sim.versions import Versions
 from kvxfer.wire.messages import Settle
-from kvxfer.worker import client as client_module
+from kvxfer.worker import life as life_module
 from kvxfer.worker.client import Client
 from kvxfer.worker.control import Control
 
@@ -378,7 +378,7 @@ def replacements(world: World) -> tuple[tuple[Any, str, Any], ...]:
     system = SimpleNamespace(getpid=lambda: current().pid, getuid=os.getuid)
     return (
         (server_module, "Engine", world.open_engine),
-        (client_module, "Engine", world.open_engine),
+        (life_module, "Engine", world.open_engine),
         (server_module, "UnixListener", lambda path, **_: _Unix(world, path)),
         (server_module, "listen_tcp", lambda key, address: world.network.listen((address.host, address.port))),
         (server_module, "ensure_socket_dir", lambda path, **_: path),
@@ -387,7 +387,7 @@ def replacements(world: World) -> tuple[tuple[Any, str, Any], ...]:
         (server_module, "resource", limits),
         (landing_module, "resource", limits),
         (link_module, "os", system),
-        (client_module, "SystemRandom", lambda: Random(world.secrets.getrandbits(64))),
+        (life_module, "SystemRandom", lambda: Random(world.secrets.getrandbits(64))),
         (secrets, "_sysrand", world.secrets),
     )
 

@@ -19,7 +19,7 @@ BUILD = HERE.parent / "build" / "fuzz"
 CRASHES = BUILD / "crashes"
 SANITIZERS = "-fsanitize=fuzzer,address,undefined"
 FLAGS = ["-O1", "-g", "-std=gnu11", "-pthread", "-Wall", "-Wextra", "-Werror", SANITIZERS, "-fno-sanitize-recover=all"]
-FLAGS += ["-DLIBFUZZER"]
+FLAGS += ["-DLIBFUZZER", "-DKVX_SEAL_RECORDS_MAX=5"]
 MISSING = (
     "the fuzzers of the native code need clang with libFuzzer and the address sanitizer. Debian, Ubuntu: "
     "apt-get install clang libclang-rt-14-dev (the number is that of `clang --version`); or name a compiler in CLANG"
@@ -46,12 +46,14 @@ class Target:
 
 
 STREAM = ("stream.c", "auth.c", "copy.c")
+TCP = (*STREAM, "transport_tcp.c", "tcp_*.c", "seal.c", "libcrypto.c", "forks.c")
 HIXL = (*STREAM, "forks.c", "table.c", "tcp_socket.c", "transport_hixl.c", "hixl_*.c")
 TARGETS = {
     target.name: target
     for target in (
         Target("fuzz_stream", STREAM, 400, 100),
-        Target("fuzz_serve", (*STREAM, "forks.c", "transport_tcp.c", "tcp_*.c"), 400, 250),
+        Target("fuzz_serve", TCP, 400, 250),
+        Target("fuzz_sealed", TCP, 400, 300),
         Target("fuzz_shm", ("auth.c", "copy.c", "forks.c", "table.c", "transport_shm.c", "shm_*.c"), 300, 250),
         Target("fuzz_hixl_owner", HIXL, 300, 350),
         Target("fuzz_hixl_peer", HIXL, 400, 500),

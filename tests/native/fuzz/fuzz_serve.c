@@ -19,6 +19,9 @@
 #include "fuzz.h"
 #include "fuzz_core.h"
 #include "stream.h"
+#ifdef SEALED
+#include "seal.h"
+#endif
 
 /* -- there are no cards ------------------------------------------------------------------------------------------ */
 
@@ -46,6 +49,10 @@ typedef struct dialler {
     kvx_stream_auth auth;
     uint64_t counter;
     uint8_t nonce[KVX_NONCE_BYTES];
+#ifdef SEALED
+    kvx_seal seal;
+    bool sealed; /* there are keys */
+#endif
 } dialler;
 
 static uint64_t take(dialler *d, size_t width) {
@@ -68,7 +75,7 @@ static void read_some(dialler *d) {
     }
 }
 
-static void send_all(dialler *d, const uint8_t *bytes, size_t size) {
+static void send_raw(dialler *d, const uint8_t *bytes, size_t size) {
     for (int turns = 0; size > 0 && turns < 1000; turns++) {
         ssize_t sent = send(d->fd, bytes, size, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0 && errno != EAGAIN) {
@@ -82,6 +89,63 @@ static void send_all(dialler *d, const uint8_t *bytes, size_t size) {
             read_some(d);
         }
     }
+}
+
+#ifdef SEALED
+static uint8_t secret[KVX_SECRET_BYTES];
+
+/* In records as long as the input says; now and then one that is no record, or not what was sealed. */
+static void send_all(dialler *d, const uint8_t *bytes, size_t size) {
+    static uint8_t record[KVX_SEAL_TEXT_MAX + KVX_SEAL_EXTRA_BYTES];
+    if (!d->sealed) {
+        send_raw(d, bytes, size);
+        return;
+    }
+    uint8_t how = (uint8_t)take(d, 1);
+    uint64_t most = how % 4 == 0 ? KVX_SEAL_TEXT_MAX : 1 + take(d, 1 + how % 2) % 3000;
+    while (size > 0) {
+        uint32_t length = (uint32_t)(size < most ? size : most);
+        struct iovec vector = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = length};
+        FUZZ_CHECK(kvx_seal_record(&d->seal.out, &vector, length, record));
+        if (how / 4 == 1) {
+            record[take(d, 2) % (length + KVX_SEAL_EXTRA_BYTES)] ^= (uint8_t)(1 << take(d, 1) % 8);
+        }
+        send_raw(d, record,
+                 how / 4 == 2 ? take(d, 2) % (length + KVX_SEAL_EXTRA_BYTES) : length + KVX_SEAL_EXTRA_BYTES);
+        if (how / 4 == 3) {
+            send_raw(d, record, length + KVX_SEAL_EXTRA_BYTES);
+        }
+        bytes += length;
+        size -= length;
+    }
+}
+
+/* What the owner answers is not looked at: its records are opened by others. */
+static void greet(dialler *d) {
+    uint8_t greeting[2 * KVX_STREAM_SEALED_HELLO_BYTES], confirm[KVX_SEAL_EXTRA_BYTES];
+    uint8_t *theirs = greeting + KVX_STREAM_SEALED_HELLO_BYTES;
+    kvx_hello hello = {
+        .version = KVX_STREAM_VERSION_SEALED, .role = KVX_STREAM_DIALLER, .streams = 1, .frame_bytes = LENGTH};
+    memcpy(hello.nonce, d->nonce, KVX_NONCE_BYTES);
+    FUZZ_CHECK(kvx_seal_begin(&d->seal, kvx_libcrypto_get(NULL, 0), hello.share));
+    kvx_hello_encode_sealed(&hello, greeting);
+    send_raw(d, greeting, KVX_STREAM_SEALED_HELLO_BYTES);
+    for (int i = 0; i < 20 && !d->sealed; i++) {
+        progress(1);
+        d->sealed = recv(d->fd, theirs, KVX_STREAM_SEALED_HELLO_BYTES, MSG_DONTWAIT) == KVX_STREAM_SEALED_HELLO_BYTES;
+    }
+    if (d->sealed) {
+        FUZZ_CHECK(kvx_seal_agree(&d->seal, KVX_STREAM_DIALLER, secret, greeting, theirs + KVX_STREAM_HELLO_BYTES,
+                                  d->auth.nonces));
+        if (take(d, 1) % 16 != 0) {
+            FUZZ_CHECK(kvx_seal_record(&d->seal.out, NULL, 0, confirm));
+            send_raw(d, confirm, sizeof confirm);
+        }
+    }
+}
+#else
+static void send_all(dialler *d, const uint8_t *bytes, size_t size) {
+    send_raw(d, bytes, size);
 }
 
 static void greet(dialler *d) {
@@ -99,6 +163,7 @@ static void greet(dialler *d) {
         }
     }
 }
+#endif
 
 /* A frame that is right, unless `how` says otherwise; it may be cut or damaged afterwards. */
 static void send_frame(dialler *d, uint8_t type, uint8_t how) {
@@ -189,9 +254,15 @@ static void setup(void) {
                                  .connect_ms = 1000,
                                  .handshake_ms = 1000,
                                  .cancel_ms = 1000};
+#ifdef SEALED
+    config.flags = KVX_ENGINE_ENCRYPT;
+#endif
     wake_fd = eventfd(0, EFD_NONBLOCK);
     FUZZ_CHECK(kvx_transport_tcp.open(NULL, 0, &config, &transport, why, sizeof why) == KVX_OK);
     kvx_transport_tcp.query(transport, &info);
+#ifdef SEALED
+    memcpy(secret, info.secret, sizeof secret);
+#endif
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)atoi(strrchr(info.endpoint, ':') + 1));
     inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
@@ -255,6 +326,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     progress(3);
     close(d.fd);
+#ifdef SEALED
+    kvx_seal_end(&d.seal);
+#endif
     for (int i = 0; i < 200 && (accesses > 0 || attachments > 0 || counters.peers_accepted > 0); i++) {
         progress(1);
     }
