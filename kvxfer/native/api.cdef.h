@@ -351,8 +351,8 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
 int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p);
 int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, uint64_t *import_p, uint64_t *token_p);
 int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_p);
-/* Python looks at the mapping (viewed = 1) or no longer does, perhaps long after the import has gone. A viewed one turns
- * to zeros when it goes, and its addresses go with the last look. KVX_E_UNSUPPORTED: there is none (any more). */
+/* Python looks at the mapping (viewed = 1) or no longer does, perhaps long after the import has gone. A viewed one
+ * turns to zeros when it goes, and its addresses go with the last look. KVX_E_UNSUPPORTED: there is none (any more). */
 int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed);
 /* The handle is gone at once; live operations of it still complete. */
 int kvx_import_release(kvx_engine *engine, uint64_t import);

@@ -43,12 +43,12 @@ void kvx_core_job_post(kvx_core *core, kvx_job *job) {
 void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread) {
     (void)core, (void)slot, (void)thread;
 }
-bool kvx_mapping_hide(kvx_import *import) {
+void kvx_mapping_hide(kvx_import *import) {
     (void)import;
     abort();
 }
-void kvx_mapping_drop(void *base, uint64_t length, bool viewed) {
-    (void)base, (void)length, (void)viewed;
+void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length) {
+    (void)core, (void)import, (void)base, (void)length;
     abort();
 }
 int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
