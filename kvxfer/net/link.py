@@ -355,6 +355,8 @@ class Link(asyncio.Protocol):
         if self.closed.done():
             return
         error.peer = error.peer or self.name or None
+        # What was on the stack leads back here, with all that had come: memory that only the collector would free.
+        error.__traceback__ = error.__context__ = None
         self.closed.set_result(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -486,6 +488,8 @@ class Link(asyncio.Protocol):
         for timer in (self._timer, self._flush):
             if timer is not None:
                 timer.cancel()
+        self._secure = self._channel = None
+        self._decoder = FrameDecoder()
         if not self.gone.done():
             self.gone.set_result(None)
 

@@ -211,7 +211,7 @@ class Forwarder:
     async def _link_to(self, action: act.SettleElsewhere, deadline: Deadline) -> Link:
         """Ours, or when the node cannot be dialled (any more) the one that it made."""
         try:
-            return await self._pool.get(action.node, action.node_id, deadline)
+            return await self._pool.get(action.node, action.node_id, deadline, newest=False)
         except PeerUnreachable:
             theirs = self._dispatcher.link_from(action.node_id)
             if theirs is None:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvxfer.config import Config
@@ -88,6 +89,7 @@ class _Peer:
     breaker: Breaker
     link: Link | None = None
     connecting: asyncio.Future[Link] | None = None
+    dialled: tuple[str, ...] = ()  # where the present or last attempt looked for it
     keep: bool = False
     used_at: float = 0.0
     retry: asyncio.TimerHandle | None = None
@@ -166,21 +168,26 @@ class Pool:
 
     # -- using ---------------------------------------------------------------------------------------
 
-    async def get(self, addresses: Sequence[str], node_id: str, deadline: Deadline) -> Link:
+    async def get(self, addresses: Sequence[str], node_id: str, deadline: Deadline, *, newest: bool = True) -> Link:
         """A ready link to the node. Raises `PeerUnreachable` (with each candidate's reason), what the peer refused
-        with, `ResourceExhausted` when every link is in use, or `TransferTimeout`."""
+        with, `ResourceExhausted` when every link is in use, or `TransferTimeout`.
+
+        ``newest`` False: the addresses were learnt long ago, and count only when no others are known.
+        """
         if self._closed:
             raise ClosedError("the peer pool is closed")
         if addresses:
             candidates(addresses)
-        peer = self._peer(tuple(addresses), node_id)
+        peer = self._peer(tuple(addresses), node_id, newest)
         peer.used_at = self._clock()
-        if peer.link is not None and peer.live:
-            return peer.link
-        connecting = peer.connecting or self._connect(peer)
         try:
             async with asyncio.timeout_at(deadline.at):
-                return await asyncio.shield(connecting)
+                if peer.connecting is not None and peer.dialled != peer.addresses:
+                    with suppress(KvxferError):  # that was about the addresses before these
+                        return await asyncio.shield(peer.connecting)
+                if peer.link is not None and peer.live:
+                    return peer.link
+                return await asyncio.shield(peer.connecting or self._connect(peer))
         except TimeoutError:
             raise TransferTimeout("the deadline passed while connecting to the peer", peer=peer.key) from None
 
@@ -235,6 +242,7 @@ class Pool:
             )
         self._make_room(peer)
         peer.connecting = asyncio.get_running_loop().create_future()
+        peer.dialled = peer.addresses
         peer.connecting.add_done_callback(_retrieve)
         self._owner.spawn(self._attempt(peer, peer.connecting), f"connect {peer.key}")
         return peer.connecting
@@ -299,6 +307,9 @@ class Pool:
         if isinstance(failure, ResourceExhausted):
             self._retry_later(peer, self._backoff_s)
             return  # this process's trouble, not the peer's
+        if peer.dialled != peer.addresses:
+            self._retry_later(peer, 0)
+            return  # it says nothing of where the peer is by now
         if isinstance(failure, IdentityMismatch):  # whatever was known by these addresses is somebody else now
             self._aliases = {alias: key for alias, key in self._aliases.items() if key != peer.key}
         peer.last_error = str(failure)
@@ -332,7 +343,7 @@ class Pool:
 
     # -- the table -----------------------------------------------------------------------------------
 
-    def _peer(self, addresses: tuple[str, ...], node_id: str) -> _Peer:
+    def _peer(self, addresses: tuple[str, ...], node_id: str, newest: bool = True) -> _Peer:
         key = node_id or ",".join(addresses)
         key = self._aliases.get(key, key)
         peer = self._peers.get(key)
@@ -343,8 +354,9 @@ class Pool:
             breaker = Breaker(backoff_s=self._backoff_s, backoff_s_max=self._backoff_s_max)
             peer = _Peer(key=key, addresses=addresses, node_id=node_id, breaker=breaker, used_at=self._clock())
             self._peers[key] = peer
-        elif node_id and addresses and peer.addresses != addresses:
-            peer.addresses = addresses  # the caller's are the newer ones
+        elif node_id and addresses and newest and peer.addresses != addresses:
+            peer.addresses = addresses
+            peer.breaker.next_at = 0.0  # it has opened for other ones
         return peer
 
     def _rename(self, peer: _Peer, node_id: str) -> None:

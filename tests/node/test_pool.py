@@ -366,3 +366,39 @@ async def test_bug_while_dialling_ends_the_waiting() -> None:
         with pytest.raises(InternalError):
             await r.get(["127.0.0.1:9"])
         await until(lambda: reported)
+
+
+async def test_a_new_address_is_tried_whatever_happened_at_the_old_one() -> None:
+    async with rig() as r:
+        r.failure = PeerUnreachable("refused")
+        for _ in range(BREAKER_FAILURES):
+            with pytest.raises(PeerUnreachable, match="refused"):
+                await r.get(["127.0.0.1:1"], "c" * 32)
+        with pytest.raises(PeerUnreachable, match="in a row"):
+            await r.get(["127.0.0.1:1"], "c" * 32)
+        with pytest.raises(PeerUnreachable, match="refused"):
+            await r.get(["127.0.0.1:2"], "c" * 32)
+        assert r.dialled[-1] == ("127.0.0.1:2",)
+
+
+async def test_an_attempt_at_the_old_address_fails_nobody_who_knows_the_new_one() -> None:
+    async with node() as there, rig() as r:
+        r.gate, r.failure = asyncio.Event(), PeerUnreachable("refused")
+        old = asyncio.ensure_future(r.get(["127.0.0.1:1"], there.node_id))
+        await until(lambda: r.dialled)
+        new = asyncio.ensure_future(r.get(there.addresses, there.node_id))
+        await asyncio.sleep(0)
+        r.gate.set()
+        with pytest.raises(PeerUnreachable, match="refused"):
+            await old
+        r.failure = None
+        assert (await new).peer.node_id == there.node_id
+
+
+async def test_addresses_learnt_long_ago_do_not_replace_newer_ones() -> None:
+    async with rig() as r:
+        r.failure = PeerUnreachable("refused")
+        for addresses, newest in (("127.0.0.1:1", False), ("127.0.0.1:2", True), ("127.0.0.1:1", False)):
+            with pytest.raises(PeerUnreachable):
+                await r.pool.get([addresses], "c" * 32, Deadline.after(5), newest=newest)
+        assert r.dialled == [("127.0.0.1:1",), ("127.0.0.1:2",), ("127.0.0.1:2",)]
