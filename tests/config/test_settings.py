@@ -45,7 +45,7 @@ FINE = {
     ("node_name", "9" * 39),
     ("secret", "9" * 39),
     *(("secret_file", text) for text in MISTAKES),
-    *((name, text) for name in ("tls_cert", "tls_key", "tls_ca") for text in MISTAKES),
+    *((name, text) for name in ("tls_cert", "tls_key", "tls_ca", "node_keys_file") for text in MISTAKES),
     ("data_port", "0"),
 }
 
