@@ -137,6 +137,7 @@ class ClientLife:
         finally:
             async with AsyncExitStack() as ends:  # last in, first out; each runs whatever happens to the others
                 ends.callback(self._forget_all)
+                ends.callback(self._reporter.stop)
                 ends.push_async_callback(plane.aclose)
                 ends.push_async_callback(control.aclose)
                 ends.push_async_callback(self._boxes.aclose)

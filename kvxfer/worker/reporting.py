@@ -35,6 +35,14 @@ class Reporter:
         control.on_restored = self._restored
         self._changed()
 
+    def stop(self) -> None:
+        """There is nobody to tell any more."""
+        self._control = None
+        self._unexpected.on_add = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def not_registered(self, why: KvxferError) -> None:
         """`Client.register_many` failed."""
         self.registration_failed = f"memory could not be registered: {why}"
