@@ -105,7 +105,10 @@ struct hixl_device {
     struct hixl_map *maps; /* memory of other processes, each piece once */
     uint32_t batches;
     uint64_t due_ms;
-    bool moved; /* in this turn: something was submitted or completed */
+    hixl_budget budget;
+    uint64_t cpu_ns; /* that the thread had used when it last came back from waiting */
+    bool moved;      /* in this turn: something was submitted or completed */
+    bool only_looks; /* since then */
     bool thread_ready;
     kvx_ascend_op *ops; /* scratch of HIXL_BATCH_OPS */
     kvx_ascend_copy *copies;

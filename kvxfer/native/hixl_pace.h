@@ -1,12 +1,14 @@
 /* hixl_pace.h: when to ask the library again. Pure: no clock, no thread, no vendor.
  *
- * There is no completion to sleep on, and each look costs a wake-up. So a link remembers how long it usually takes,
- * with so much under way, until something is done, and the thread sleeps towards that moment:
+ * There is no completion to sleep on, and each look costs a wake-up. So a link remembers how long it takes, with so
+ * many bytes under way, until something is done, and by how much that differs; the thread sleeps towards that moment:
  *   - nothing is known: a look every 1/32 of what has passed, 0.2 to 2 ms;
- *   - it is late: every 1/8 of the time by which it is, likewise;
  *   - something is known: half of what is left, at most a quarter of the whole;
- *   - it was right three times: to just before the end, at most 5 ms or an eighth of the whole.
- * The bounds are what an end that comes earlier than usual may wait to be noticed. */
+ *   - it was right three times: up to a window around the end, at most 5 ms or an eighth of the whole at a time; a look
+ *     every 0.2 ms within the window, which is as wide as the end was off lately, at most 4 % to each side;
+ *   - it is later than that: ever more seldom, 0.2 to 2 ms.
+ * A device has a budget besides: looks may cost 1.5 % of a core while something is under way. What is not spent is kept
+ * for the next window, up to a bound; when nothing is left, a look comes no sooner than it is earned. */
 #ifndef KVX_HIXL_PACE_H
 #define KVX_HIXL_PACE_H
 
@@ -17,16 +19,28 @@
 #define HIXL_PACE_SHORT_NS  200000  /* around the expected end: a completion is seen this late, plus a wake-up */
 #define HIXL_PACE_LONG_NS   2000000 /* for what is overdue */
 #define HIXL_PACE_BLIND_NS  5000000 /* one sleep towards an end that is well known */
-#define HIXL_PACE_MARGIN_NS 1000000 /* how much earlier than usual is usual, at most */
 #define HIXL_PACE_CLASSES   40
 #define HIXL_PACE_SURE_HITS 3
+#define HIXL_PACE_WINDOW    25 /* the window is at most 1/25 of the whole to each side, and half a short look */
+
+#define HIXL_BUDGET_PER_MILLE 15
+#define HIXL_BUDGET_MAX_NS    6000000 /* of processor time that is kept: some 300 looks, a window of 60 ms */
+#define HIXL_BUDGET_START_NS  400000
+#define HIXL_COST_NS          20000 /* of a look, until one was measured */
+#define HIXL_COST_MAX_NS      200000
+
+typedef struct hixl_pace_known {
+    uint64_t took_ns; /* until the next completion; 0 = not known */
+    uint64_t bytes;   /* with so much under way */
+    uint64_t off_ns;  /* by how much that was wrong, lately */
+    uint8_t hits;     /* how often in a row it was right */
+} hixl_pace_known;
 
 typedef struct hixl_pace {
-    uint64_t begun_ns;                    /* of the wait for the next completion; 0 = nothing is under way */
-    uint64_t looked_ns;                   /* last */
-    uint32_t size;                        /* of what is under way, as a class */
-    uint64_t usual_ns[HIXL_PACE_CLASSES]; /* until the next completion; 0 = not known */
-    uint8_t hits[HIXL_PACE_CLASSES];      /* how often in a row that was right */
+    uint64_t begun_ns;  /* of the wait for the next completion; 0 = nothing is under way */
+    uint64_t looked_ns; /* last */
+    uint64_t bytes;     /* under way */
+    hixl_pace_known known[HIXL_PACE_CLASSES];
 } hixl_pace;
 
 /* After each look: something completed or not, and so much is under way now. */
@@ -35,5 +49,20 @@ void hixl_pace_looked(hixl_pace *pace, uint64_t now_ns, bool completed, uint64_t
 void hixl_pace_forget(hixl_pace *pace);
 /* Nanoseconds from the last look to the next one; 0 = nothing is under way. */
 uint64_t hixl_pace_next(const hixl_pace *pace);
+
+/* Of a device's thread, for all its links. */
+typedef struct hixl_budget {
+    uint64_t looked_ns; /* 0 = nothing is under way */
+    int64_t credit_ns;
+    uint64_t cost_ns; /* of a look */
+    bool begun;
+} hixl_budget;
+
+/* After each look; `waits`: something is under way. */
+void hixl_budget_looked(hixl_budget *budget, uint64_t now_ns, bool waits);
+/* A look took so much processor time, the wake-up included. */
+void hixl_budget_cost(hixl_budget *budget, uint64_t spent_ns);
+/* The pause that the links want, made longer until it can be paid for. */
+uint64_t hixl_budget_pause(const hixl_budget *budget, uint64_t wanted_ns);
 
 #endif

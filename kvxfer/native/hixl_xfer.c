@@ -499,10 +499,24 @@ static void retire(hixl_device *device, uint64_t now_ms) {
     }
 }
 
-static uint64_t now_ns(void) {
+static uint64_t clock_ns(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static uint64_t now_ns(void) {
+    return clock_ns(CLOCK_MONOTONIC);
+}
+
+/* From one return from waiting to the next: when nothing was done but to look and to sleep, that is what looks cost. */
+static void count_cost(hixl_device *device, bool woken) {
+    uint64_t cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    if (device->only_looks && !woken) {
+        hixl_budget_cost(&device->budget, cpu_ns - device->cpu_ns);
+    }
+    device->cpu_ns = cpu_ns;
+    device->only_looks = !woken && device->batches != 0;
 }
 
 static void turn(hixl_link *link, uint64_t now_ms, bool look) {
@@ -570,7 +584,7 @@ static bool wait_for(hixl_device *device, int timeout_ms) {
     uint64_t at_ms = due(device), now_ms = at_ms != 0 ? kvx_now_ms() : 0;
     uint64_t left_ns = at_ms <= now_ms ? 0 : (at_ms - now_ms) * 1000000;
     bool bounded = at_ms != 0;
-    uint64_t pace_ns = pace(device);
+    uint64_t pace_ns = hixl_budget_pause(&device->budget, pace(device));
     if (pace_ns != 0) {
         left_ns = !bounded || pace_ns < left_ns ? pace_ns : left_ns;
         bounded = true;
@@ -594,6 +608,7 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
         device->thread_ready = true;
         (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
     }
+    count_cost(device, woken);
     device->moved = false;
     uint64_t now_ms = kvx_now_ms();
     if (woken) {
@@ -605,6 +620,8 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
         turn(link, now_ms, woken);
     }
+    device->only_looks &= !device->moved;
+    hixl_budget_looked(&device->budget, now_ns(), device->batches != 0);
     return device->moved;
 }
 
