@@ -105,7 +105,7 @@ struct tcp_transport {
     tcp_peer *peers;                /* all, for close */
     int owner_set;                  /* epoll set of the owner thread, the core's */
     tcp_conn *owned[TCP_OWNED_MAX]; /* the owner thread only */
-    uint32_t owned_count;
+    uint32_t owned_count, owned_next;
 };
 
 /* One frame of device memory on its way through the host, in one direction; see tcp_stage.c. */

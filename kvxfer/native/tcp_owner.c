@@ -49,7 +49,13 @@ void kvx_tcp_disown(const tcp_peer *peer) {
 
 void kvx_tcp_own(tcp_conn *conn) {
     tcp_transport *tcp = conn->tcp;
-    if (atomic_load(&conn->owned) || tcp->owned_count == TCP_OWNED_MAX || pthread_mutex_trylock(&conn->rx_lock) != 0) {
+    if (atomic_load(&conn->owned)) {
+        return;
+    }
+    if (tcp->owned_count == TCP_OWNED_MAX) { /* in turn: with many peers, the one used longest ago, or nearly so */
+        give_back(tcp, tcp->owned_next++ % TCP_OWNED_MAX);
+    }
+    if (pthread_mutex_trylock(&conn->rx_lock) != 0) {
         return;
     }
     pthread_mutex_lock(&conn->peer->lock);
