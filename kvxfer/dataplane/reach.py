@@ -554,15 +554,7 @@ def _key_of(descriptor: RemoteDescriptor) -> ImportKey:
 
 
 def _need_key(descriptor: RemoteDescriptor, number: int) -> NeedKey:
-    return (
-        descriptor.engine_id,
-        descriptor.grant,
-        descriptor.generation,
-        descriptor.length,
-        descriptor.access,
-        descriptor.key,
-        number,
-    )
+    return (*_key_of(descriptor), number)
 
 
 def _forget_task(table: dict[K, asyncio.Task[T]], key: K, done: asyncio.Task[T]) -> None:

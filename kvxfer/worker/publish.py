@@ -290,14 +290,7 @@ class Pull:
 
     async def _claim_and_read(self, deadline: Deadline) -> Pulled:
         ticket, control = self._ticket, self._client.control
-        message = Claim(
-            node=ticket.addresses,
-            node_id=ticket.node_id,
-            incarnation=ticket.incarnation,
-            kind="ticket",
-            posting=ticket.posting,
-            secret=ticket.secret,
-        )
+        message = _claim_of(ticket)
         claim, body = await control.claim(message, deadline, self._on_claim)
         peer: Posting | None = None
         try:
@@ -414,10 +407,8 @@ class Pull:
             self._settle(claim, peer, outcome, error)
 
 
-async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
-    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
-    control = client.control
-    message = Claim(
+def _claim_of(ticket: Ticket) -> Claim:
+    return Claim(
         node=ticket.addresses,
         node_id=ticket.node_id,
         incarnation=ticket.incarnation,
@@ -425,6 +416,12 @@ async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> 
         posting=ticket.posting,
         secret=ticket.secret,
     )
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    message = _claim_of(ticket)
     try:
         claim, _ = await control.claim(message, deadline, lambda event: None)
     except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
