@@ -169,15 +169,7 @@ class LandingPool:
         try:
             if link.closed.done():
                 raise ClosedError("the one who asked is gone")
-            body = self._grant(landing, ACCESS_WRITE)
-            posted, rest = self._dispatcher.post_own(
-                kind="ticket",
-                key=landing.key,
-                body=body,
-                lease_s=landing.lease_s,
-                claims_max=1,
-                namespace=landing.namespace,
-            )
+            posted, rest = self._post(landing, "ticket", ACCESS_WRITE)
         except KvxferError as error:
             self._end(landing, str(error))
             self._dispatcher.refuse(link, message.rid, error)
@@ -196,6 +188,17 @@ class LandingPool:
         self._dispatcher.run([*rest, *claimed])
         if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
             self._end(landing, "could not be claimed")
+
+    def _post(self, landing: Landing, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
+        """Offer access to the memory, once; see `Dispatcher.post_own`."""
+        return self._dispatcher.post_own(
+            kind=kind,
+            key=landing.key,
+            body=self._grant(landing, access),
+            lease_s=landing.lease_s,
+            claims_max=1,
+            namespace=landing.namespace,
+        )
 
     def _grant(self, landing: Landing, access: int) -> bytes:
         """Access to the memory, as the body of a posting."""
@@ -231,15 +234,7 @@ class LandingPool:
             return
         landing.quiet.clear()
         try:
-            body = self._grant(landing, ACCESS_READ)
-            posted, rest = self._dispatcher.post_own(
-                kind="landing",
-                key=landing.key,
-                body=body,
-                lease_s=landing.lease_s,
-                claims_max=1,
-                namespace=landing.namespace,
-            )
+            posted, rest = self._post(landing, "landing", ACCESS_READ)
         except KvxferError as error:
             self._end(landing, str(error))
             return
