@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvxfer.errors import UsageError
 from kvxfer.memory import numa
@@ -81,7 +82,7 @@ class Allocator:
         self._tasks = tasks
         self._working: set[asyncio.Task[RegionInfo]] = set()
         self._pending_bytes: dict[int, int] = {}
-        self._choosing = threading.Lock()
+        self._choosing, self._counting = threading.Lock(), threading.Lock()
         self._told_numa = False
 
     async def alloc(self, wanted: Wish) -> RegionInfo:
@@ -132,15 +133,19 @@ class Allocator:
     def _alloc(self, wanted: Wish) -> RegionInfo:
         if wanted.group is None and wanted.device is None:
             return self._engine.alloc(wanted.length, self._node(wanted, None))
-        with self._choosing:
-            device = wanted.device if wanted.group is None else self._least_loaded(wanted.group)
-            assert device is not None
+        if wanted.group is None:
+            return self._alloc_on(wanted, cast(int, wanted.device))
+        with self._choosing:  # one at a time: a region that is half made would count twice, or not at all
+            return self._alloc_on(wanted, self._least_loaded(wanted.group))
+
+    def _alloc_on(self, wanted: Wish, device: int) -> RegionInfo:
+        with self._counting:
             self._pending_bytes[device] = self._pending_bytes.get(device, 0) + wanted.length
         try:
             node = self._node(wanted, device)
             return self._engine.alloc(wanted.length, node, kind=wanted.kind, device=device, spill=wanted.spill)
         finally:
-            with self._choosing:
+            with self._counting:
                 self._pending_bytes[device] -= wanted.length
 
     def _least_loaded(self, group: tuple[int, ...]) -> int:
