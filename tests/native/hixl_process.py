@@ -126,6 +126,23 @@ class Near:
         event = await within(self.start(kind, region, import_, **more)[1])
         return int(event.status)
 
+    async def begin(self, kind: OpKind, region: RegionInfo, import_: int) -> Any:
+        """A `start` that is with the library when this returns; the future of its end."""
+
+        async def more_than(before: int) -> None:
+            while self.batches <= before:
+                await asyncio.sleep(0.002)
+
+        before = self.batches
+        _, ending = self.start(kind, region, import_)
+        await asyncio.wait_for(more_than(before), LIMIT_S)
+        return ending
+
+    @property
+    def batches(self) -> int:
+        """Handed to the library so far."""
+        return self.engine.counters().transports[1].frames
+
     async def event(self, kind: EventKind) -> Event:
         async def find() -> Event:
             while True:

@@ -23,7 +23,7 @@ async def test_copies_of_a_lost_card_stay_in_quarantine() -> None:
         assert await near.move(OpKind.PUT, mine, import_) == 0
         control(STALL=1)
         await settle()
-        _, under_way = near.start(OpKind.PUT, mine, import_)
+        under_way = await near.begin(OpKind.PUT, mine, import_)
         _, waiting = near.start(OpKind.PUT, mine, import_)
         control(STALL=1, DEVICE_LOST="0")
         assert (await within(waiting)).status == Status.DEVICE, "what has not begun does not wait for the card"
