@@ -40,6 +40,7 @@ LAYERS = (
             "net.forks",
             "node.identity",
             "memory.numa",
+            "tasks",
         ),
     ),
     Layer(
@@ -56,7 +57,7 @@ LAYERS = (
     Layer(
         name="control connections",
         modules=(
-            *("deadline", "tasks"),
+            "deadline",
             *("net.dial", "net.link", "net.listeners", "net.race", "net.requests", "net.secure"),
         ),
     ),
