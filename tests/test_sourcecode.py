@@ -77,7 +77,7 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_line", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
