@@ -610,7 +610,7 @@ static void *_cffi_types[] = {
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
 /* 23 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_ascend_option const *
+/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_ascend_option const *
 /* 26 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 27 */ _CFFI_OP(_CFFI_OP_POINTER, 64), // void * *
 /* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
@@ -649,7 +649,7 @@ static void *_cffi_types[] = {
 /* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
-/* 64 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void *
+/* 64 */ _CFFI_OP(_CFFI_OP_POINTER, 414), // void *
 /* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
@@ -676,7 +676,7 @@ static void *_cffi_types[] = {
 /* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
 /* 89 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 90 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 91 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_ascend_copy const *
+/* 91 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_ascend_copy const *
 /* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
@@ -696,35 +696,35 @@ static void *_cffi_types[] = {
 /* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
 /* 109 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 110 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void const *
+/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 414), // void const *
 /* 112 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 113 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
-/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine *
+/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_engine *
 /* 117 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 118 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_device_info *
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_mem_why *
+/* 118 */ _CFFI_OP(_CFFI_OP_POINTER, 392), // kvx_device_info *
+/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // kvx_mem_why *
 /* 120 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
 /* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 123 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_alloc_args const *
-/* 124 */ _CFFI_OP(_CFFI_OP_POINTER, 397), // kvx_region_info *
+/* 123 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_alloc_args const *
+/* 124 */ _CFFI_OP(_CFFI_OP_POINTER, 399), // kvx_region_info *
 /* 125 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
 /* 126 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
 /* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // kvx_register_args const *
+/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 400), // kvx_register_args const *
 /* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 124),
 /* 131 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
 /* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 133 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
 /* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // kvx_submit_args const *
-/* 136 */ _CFFI_OP(_CFFI_OP_POINTER, 400), // kvx_segment const *
+/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 404), // kvx_submit_args const *
+/* 136 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // kvx_segment const *
 /* 137 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 138 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
-/* 139 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_event *
+/* 139 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // kvx_event *
 /* 140 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 141 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
 /* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
@@ -736,14 +736,14 @@ static void *_cffi_types[] = {
 /* 148 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 149 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 151 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t const *
+/* 151 */ _CFFI_OP(_CFFI_OP_POINTER, 409), // uint8_t const *
 /* 152 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 153 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 155 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
 /* 156 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 158 */ _CFFI_OP(_CFFI_OP_POINTER, 406), // kvx_transport_info *
+/* 158 */ _CFFI_OP(_CFFI_OP_POINTER, 408), // kvx_transport_info *
 /* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 160 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
 /* 161 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
@@ -762,12 +762,12 @@ static void *_cffi_types[] = {
 /* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
 /* 175 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 176 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 177 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // kvx_import_info *
+/* 177 */ _CFFI_OP(_CFFI_OP_POINTER, 397), // kvx_import_info *
 /* 178 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
 /* 180 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 181 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 182 */ _CFFI_OP(_CFFI_OP_POINTER, 399), // kvx_remote const *
+/* 182 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_remote const *
 /* 183 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
@@ -793,7 +793,7 @@ static void *_cffi_types[] = {
 /* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 206 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 207 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_grant_info *
+/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_grant_info *
 /* 209 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
 /* 211 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
@@ -805,16 +805,16 @@ static void *_cffi_types[] = {
 /* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
 /* 218 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 219 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 220 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine const *
+/* 220 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_engine const *
 /* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 222 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 223 */ _CFFI_OP(_CFFI_OP_POINTER, 392), // kvx_engine_config const *
+/* 223 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_engine_config const *
 /* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 116), // kvx_engine * *
 /* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
 /* 226 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
 /* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
-/* 229 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space *
+/* 229 */ _CFFI_OP(_CFFI_OP_POINTER, 403), // kvx_space *
 /* 230 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 231 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 232 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
@@ -830,7 +830,7 @@ static void *_cffi_types[] = {
 /* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
 /* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
 /* 244 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 245 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_ascend_op const *
+/* 245 */ _CFFI_OP(_CFFI_OP_POINTER, 388), // kvx_ascend_op const *
 /* 246 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
 /* 248 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
@@ -866,15 +866,15 @@ static void *_cffi_types[] = {
 /* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 380), // int64_t()(kvx_engine *, uint64_t)
+/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 382), // int64_t()(kvx_engine *, uint64_t)
 /* 282 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 283 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 285 */ _CFFI_OP(_CFFI_OP_FUNCTION, 382), // kvx_ascend_api const *()(char *, size_t)
+/* 285 */ _CFFI_OP(_CFFI_OP_FUNCTION, 384), // kvx_ascend_api const *()(char *, size_t)
 /* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
 /* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
 /* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 388), // kvx_counters const *()(kvx_engine const *)
+/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 390), // kvx_counters const *()(kvx_engine const *)
 /* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 220),
 /* 291 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 292 */ _CFFI_OP(_CFFI_OP_FUNCTION, 229), // kvx_space *()(uint64_t)
@@ -899,32 +899,32 @@ static void *_cffi_types[] = {
 /* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 312 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 313 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_engine *)
+/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(kvx_engine *)
 /* 315 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
 /* 316 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space *)
+/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(kvx_space *)
 /* 318 */ _CFFI_OP(_CFFI_OP_NOOP, 229),
 /* 319 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
-/* 321 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space const *
+/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 321 */ _CFFI_OP(_CFFI_OP_POINTER, 403), // kvx_space const *
 /* 322 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 323 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
 /* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 325 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 326 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t)
+/* 326 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(uint64_t)
 /* 327 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 329 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t, uint64_t)
+/* 329 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(uint64_t, uint64_t)
 /* 330 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 331 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 332 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
 /* 334 */ _CFFI_OP(_CFFI_OP_NOOP, 151),
 /* 335 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
 /* 336 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t *
+/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 409), // uint8_t *
 /* 338 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(void *, void const *, uint64_t, uint64_t)
+/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION, 414), // void()(void *, void const *, uint64_t, uint64_t)
 /* 340 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
 /* 341 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
 /* 342 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
@@ -936,68 +936,70 @@ static void *_cffi_types[] = {
 /* 348 */ (_cffi_opcode_t)(256),
 /* 349 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[32]
 /* 350 */ (_cffi_opcode_t)(32),
-/* 351 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[64]
-/* 352 */ (_cffi_opcode_t)(64),
-/* 353 */ _CFFI_OP(_CFFI_OP_ARRAY, 349), // char[8][32]
-/* 354 */ (_cffi_opcode_t)(8),
-/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t *, uint32_t *)
-/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 16), // int(*)(int32_t, char const *, int32_t, uint32_t *)
-/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 32), // int(*)(int32_t, char const *, uint32_t *)
-/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 43), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 48), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint32_t *)
-/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 71), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 77), // int(*)(int32_t, void * *, uint32_t *)
-/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 82), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 368 */ _CFFI_OP(_CFFI_OP_POINTER, 88), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 369 */ _CFFI_OP(_CFFI_OP_POINTER, 95), // int(*)(int32_t, void *, uint32_t *)
-/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 100), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 371 */ _CFFI_OP(_CFFI_OP_POINTER, 108), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 372 */ _CFFI_OP(_CFFI_OP_POINTER, 241), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 373 */ _CFFI_OP(_CFFI_OP_POINTER, 250), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 374 */ _CFFI_OP(_CFFI_OP_POINTER, 256), // int(*)(void *, uint32_t *)
-/* 375 */ _CFFI_OP(_CFFI_OP_POINTER, 260), // int(*)(void *, void *, uint32_t *)
-/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 265), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 377 */ _CFFI_OP(_CFFI_OP_POINTER, 273), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 378 */ _CFFI_OP(_CFFI_OP_ARRAY, 17), // int32_t[3]
-/* 379 */ (_cffi_opcode_t)(3),
-/* 380 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 382 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_ascend_api const *
-/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 388 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_counters const *
-/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
-/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
-/* 392 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
-/* 393 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
-/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
-/* 395 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
-/* 396 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
-/* 397 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
-/* 398 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
-/* 399 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
-/* 400 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
-/* 401 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
-/* 402 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
-/* 403 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
-/* 404 */ _CFFI_OP(_CFFI_OP_ARRAY, 403), // kvx_transport_counters[8]
-/* 405 */ (_cffi_opcode_t)(8),
-/* 406 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
-/* 407 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 408 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[16]
-/* 409 */ (_cffi_opcode_t)(16),
-/* 410 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[32]
-/* 411 */ (_cffi_opcode_t)(32),
-/* 412 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 351 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[512]
+/* 352 */ (_cffi_opcode_t)(512),
+/* 353 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[64]
+/* 354 */ (_cffi_opcode_t)(64),
+/* 355 */ _CFFI_OP(_CFFI_OP_ARRAY, 349), // char[8][32]
+/* 356 */ (_cffi_opcode_t)(8),
+/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t *, uint32_t *)
+/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 16), // int(*)(int32_t, char const *, int32_t, uint32_t *)
+/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 32), // int(*)(int32_t, char const *, uint32_t *)
+/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 43), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 48), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint32_t *)
+/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 71), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 368 */ _CFFI_OP(_CFFI_OP_POINTER, 77), // int(*)(int32_t, void * *, uint32_t *)
+/* 369 */ _CFFI_OP(_CFFI_OP_POINTER, 82), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 88), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 371 */ _CFFI_OP(_CFFI_OP_POINTER, 95), // int(*)(int32_t, void *, uint32_t *)
+/* 372 */ _CFFI_OP(_CFFI_OP_POINTER, 100), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 373 */ _CFFI_OP(_CFFI_OP_POINTER, 108), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 374 */ _CFFI_OP(_CFFI_OP_POINTER, 241), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 375 */ _CFFI_OP(_CFFI_OP_POINTER, 250), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 256), // int(*)(void *, uint32_t *)
+/* 377 */ _CFFI_OP(_CFFI_OP_POINTER, 260), // int(*)(void *, void *, uint32_t *)
+/* 378 */ _CFFI_OP(_CFFI_OP_POINTER, 265), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 379 */ _CFFI_OP(_CFFI_OP_POINTER, 273), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 380 */ _CFFI_OP(_CFFI_OP_ARRAY, 17), // int32_t[3]
+/* 381 */ (_cffi_opcode_t)(3),
+/* 382 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 384 */ _CFFI_OP(_CFFI_OP_POINTER, 385), // kvx_ascend_api const *
+/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 388 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 390 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_counters const *
+/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
+/* 392 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
+/* 393 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
+/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
+/* 395 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
+/* 396 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
+/* 397 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
+/* 398 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
+/* 399 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
+/* 400 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
+/* 401 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
+/* 402 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
+/* 403 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
+/* 404 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
+/* 405 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
+/* 406 */ _CFFI_OP(_CFFI_OP_ARRAY, 405), // kvx_transport_counters[8]
+/* 407 */ (_cffi_opcode_t)(8),
+/* 408 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
+/* 409 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 410 */ _CFFI_OP(_CFFI_OP_ARRAY, 409), // uint8_t[16]
+/* 411 */ (_cffi_opcode_t)(16),
+/* 412 */ _CFFI_OP(_CFFI_OP_ARRAY, 409), // uint8_t[32]
+/* 413 */ (_cffi_opcode_t)(32),
+/* 414 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -1061,7 +1063,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(382));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(384));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1532,7 +1534,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(388));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(390));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -4364,7 +4366,7 @@ static void _cffi_checkfld__kvx_mem_why(kvx_mem_why *p)
   (void)((p->base) | 0);  /* check that 'kvx_mem_why.base' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_mem_why.length' is an integer */
   (void)((p->required) | 0);  /* check that 'kvx_mem_why.required' is an integer */
-  { char(*tmp)[256] = &p->text; (void)tmp; }
+  { char(*tmp)[512] = &p->text; (void)tmp; }
 }
 struct _cffi_align__kvx_mem_why { char x; kvx_mem_why y; };
 
@@ -4637,94 +4639,94 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 385) },
+             _CFFI_OP(_CFFI_OP_NOOP, 387) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 366) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 365) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 367) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 366) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 360) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 362) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 361) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 363) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 362) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 364) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 363) },
+                _CFFI_OP(_CFFI_OP_NOOP, 365) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 377) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 379) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 371) },
+            _CFFI_OP(_CFFI_OP_NOOP, 373) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 368) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 367) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 369) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 368) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 370) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 369) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 371) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 369) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 371) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 370) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 372) },
   { "ipc_allow", offsetof(kvx_ascend_api, ipc_allow),
                  sizeof(((kvx_ascend_api *)0)->ipc_allow),
-                 _CFFI_OP(_CFFI_OP_NOOP, 356) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 358) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 359) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 361) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 358) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 360) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 359) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 374) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 376) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 378) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 375) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 377) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 373) },
+               _CFFI_OP(_CFFI_OP_NOOP, 375) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 373) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 375) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 372) },
+              _CFFI_OP(_CFFI_OP_NOOP, 374) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 375) },
+            _CFFI_OP(_CFFI_OP_NOOP, 377) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
                   _CFFI_OP(_CFFI_OP_NOOP, 345) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 360) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 362) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 355) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 357) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
               _CFFI_OP(_CFFI_OP_NOOP, 64) },
@@ -4745,7 +4747,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 378) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 380) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
            _CFFI_OP(_CFFI_OP_NOOP, 347) },
@@ -4754,7 +4756,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 349) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 351) },
+                _CFFI_OP(_CFFI_OP_NOOP, 353) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
                 _CFFI_OP(_CFFI_OP_NOOP, 347) },
@@ -4835,10 +4837,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 353) },
+             _CFFI_OP(_CFFI_OP_NOOP, 355) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 404) },
+           _CFFI_OP(_CFFI_OP_NOOP, 406) },
   { "free_bytes", offsetof(kvx_device_info, free_bytes),
                   sizeof(((kvx_device_info *)0)->free_bytes),
                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -4964,7 +4966,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 408) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 410) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5006,7 +5008,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 408) },
+           _CFFI_OP(_CFFI_OP_NOOP, 410) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5048,7 +5050,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
-            _CFFI_OP(_CFFI_OP_NOOP, 347) },
+            _CFFI_OP(_CFFI_OP_NOOP, 351) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5108,7 +5110,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 408) },
+           _CFFI_OP(_CFFI_OP_NOOP, 410) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5252,53 +5254,53 @@ static const struct _cffi_field_s _cffi_fields[] = {
                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "secret", offsetof(kvx_transport_info, secret),
               sizeof(((kvx_transport_info *)0)->secret),
-              _CFFI_OP(_CFFI_OP_NOOP, 410) },
+              _CFFI_OP(_CFFI_OP_NOOP, 412) },
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 381, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 383, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 383, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_api", 385, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 32 },
-  { "kvx_ascend_copy", 384, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_copy", 386, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 37, 3 },
-  { "kvx_ascend_facts", 385, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_facts", 387, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 40, 10 },
-  { "kvx_ascend_op", 386, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_op", 388, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 50, 3 },
-  { "kvx_ascend_option", 387, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_option", 389, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 53, 2 },
-  { "kvx_counters", 389, _CFFI_F_CHECK_FIELDS,
+  { "kvx_counters", 391, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 55, 20 },
-  { "kvx_device_info", 390, _CFFI_F_CHECK_FIELDS,
+  { "kvx_device_info", 392, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 75, 8 },
-  { "kvx_engine", 391, _CFFI_F_OPAQUE,
+  { "kvx_engine", 393, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 392, _CFFI_F_CHECK_FIELDS,
+  { "kvx_engine_config", 394, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 83, 34 },
-  { "kvx_event", 393, _CFFI_F_CHECK_FIELDS,
+  { "kvx_event", 395, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 117, 9 },
-  { "kvx_grant_info", 394, _CFFI_F_CHECK_FIELDS,
+  { "kvx_grant_info", 396, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 126, 5 },
-  { "kvx_import_info", 395, _CFFI_F_CHECK_FIELDS,
+  { "kvx_import_info", 397, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 131, 5 },
-  { "kvx_mem_why", 396, _CFFI_F_CHECK_FIELDS,
+  { "kvx_mem_why", 398, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 136, 9 },
-  { "kvx_region_info", 397, _CFFI_F_CHECK_FIELDS,
+  { "kvx_region_info", 399, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 145, 9 },
-  { "kvx_register_args", 398, _CFFI_F_CHECK_FIELDS,
+  { "kvx_register_args", 400, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 154, 5 },
-  { "kvx_remote", 399, _CFFI_F_CHECK_FIELDS,
+  { "kvx_remote", 401, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 159, 6 },
-  { "kvx_segment", 400, _CFFI_F_CHECK_FIELDS,
+  { "kvx_segment", 402, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 165, 3 },
-  { "kvx_space", 401, _CFFI_F_OPAQUE,
+  { "kvx_space", 403, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_submit_args", 402, _CFFI_F_CHECK_FIELDS,
+  { "kvx_submit_args", 404, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 168, 7 },
-  { "kvx_transport_counters", 403, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_counters", 405, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 28 },
-  { "kvx_transport_info", 406, _CFFI_F_CHECK_FIELDS,
+  { "kvx_transport_info", 408, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 203, 10 },
 };
 
@@ -5308,29 +5310,29 @@ static const struct _cffi_enum_s _cffi_enums[] = {
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 381 },
-  { "kvx_ascend_api", 383 },
-  { "kvx_ascend_copy", 384 },
-  { "kvx_ascend_facts", 385 },
-  { "kvx_ascend_op", 386 },
-  { "kvx_ascend_option", 387 },
+  { "kvx_alloc_args", 383 },
+  { "kvx_ascend_api", 385 },
+  { "kvx_ascend_copy", 386 },
+  { "kvx_ascend_facts", 387 },
+  { "kvx_ascend_op", 388 },
+  { "kvx_ascend_option", 389 },
   { "kvx_ascend_where", 56 },
-  { "kvx_counters", 389 },
-  { "kvx_device_info", 390 },
-  { "kvx_engine", 391 },
-  { "kvx_engine_config", 392 },
-  { "kvx_event", 393 },
-  { "kvx_grant_info", 394 },
-  { "kvx_import_info", 395 },
-  { "kvx_mem_why", 396 },
-  { "kvx_region_info", 397 },
-  { "kvx_register_args", 398 },
-  { "kvx_remote", 399 },
-  { "kvx_segment", 400 },
-  { "kvx_space", 401 },
-  { "kvx_submit_args", 402 },
-  { "kvx_transport_counters", 403 },
-  { "kvx_transport_info", 406 },
+  { "kvx_counters", 391 },
+  { "kvx_device_info", 392 },
+  { "kvx_engine", 393 },
+  { "kvx_engine_config", 394 },
+  { "kvx_event", 395 },
+  { "kvx_grant_info", 396 },
+  { "kvx_import_info", 397 },
+  { "kvx_mem_why", 398 },
+  { "kvx_region_info", 399 },
+  { "kvx_register_args", 400 },
+  { "kvx_remote", 401 },
+  { "kvx_segment", 402 },
+  { "kvx_space", 403 },
+  { "kvx_submit_args", 404 },
+  { "kvx_transport_counters", 405 },
+  { "kvx_transport_info", 408 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -5345,7 +5347,7 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   1,  /* num_enums */
   23,  /* num_typenames */
   NULL,  /* no includes */
-  413,  /* num_types */
+  415,  /* num_types */
   0,  /* flags */
 };
 

@@ -163,7 +163,7 @@ typedef struct kvx_mem_why {
     uint64_t base;        /* of kvx_mem_register: the allocation that the address lies in, or the region in the way; */
     uint64_t length;      /* 0 = unknown */
     uint64_t required; /* what a transport asks for: KVX_E_ALIGN the alignment, KVX_E_LIMIT the longest region, or 0 */
-    char text[256];    /* a sentence, "" = nothing to add */
+    char text[512];    /* a sentence, "" = nothing to add */
 } kvx_mem_why;
 
 typedef struct kvx_device_info {

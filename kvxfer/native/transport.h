@@ -45,6 +45,7 @@ typedef struct kvx_region {
     uint64_t arena_id;
     uint8_t *arena_base;
     uint64_t arena_length;
+    kvx_mem_why *why; /* during mem_register: where a transport that refuses may say more; otherwise NULL */
 } kvx_region;
 
 /* The right of peers to reach a part of a region. */
