@@ -19,89 +19,6 @@
 
 #define TIMER_SLACK_NS 10000
 
-/* -- lists --------------------------------------------------------------------------------------------------------- */
-
-static void run_push(hixl_link *link, hixl_xfer *xfer) {
-    if (xfer->running) {
-        return;
-    }
-    xfer->running = true;
-    xfer->run_next = NULL;
-    if (link->run_last != NULL) {
-        link->run_last->run_next = xfer;
-    } else {
-        link->run_first = xfer;
-    }
-    link->run_last = xfer;
-}
-
-static void run_push_front(hixl_link *link, hixl_xfer *xfer) {
-    xfer->running = true;
-    xfer->run_next = link->run_first;
-    link->run_first = xfer;
-    if (link->run_last == NULL) {
-        link->run_last = xfer;
-    }
-}
-
-static hixl_xfer *run_pop(hixl_link *link) {
-    hixl_xfer *xfer = link->run_first;
-    if (xfer != NULL) {
-        link->run_first = xfer->run_next;
-        if (link->run_first == NULL) {
-            link->run_last = NULL;
-        }
-        xfer->running = false;
-    }
-    return xfer;
-}
-
-static void run_remove(hixl_link *link, hixl_xfer *xfer) {
-    if (!xfer->running) {
-        return;
-    }
-    hixl_xfer *before = NULL;
-    for (hixl_xfer *at = link->run_first; at != xfer; at = at->run_next) {
-        before = at;
-    }
-    if (before != NULL) {
-        before->run_next = xfer->run_next;
-    } else {
-        link->run_first = xfer->run_next;
-    }
-    if (link->run_last == xfer) {
-        link->run_last = before;
-    }
-    xfer->running = false;
-}
-
-static void link_push(hixl_link *link, hixl_xfer *xfer) {
-    xfer->link = link;
-    xfer->previous = NULL;
-    xfer->next = link->first;
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer;
-    }
-    link->first = xfer;
-    run_push(link, xfer);
-}
-
-static void link_remove(hixl_xfer *xfer) {
-    hixl_link *link = xfer->link;
-    if (link == NULL) {
-        return;
-    }
-    run_remove(link, xfer);
-    if (xfer->previous != NULL) {
-        xfer->previous->next = xfer->next;
-    } else {
-        link->first = xfer->next;
-    }
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer->previous;
-    }
-}
-
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
 void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
@@ -130,7 +47,7 @@ static int reason_to_end(const hixl_xfer *xfer) {
 static void finish(hixl_xfer *xfer) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
-    link_remove(xfer);
+    kvx_hixl_queue_remove(xfer);
     pthread_mutex_lock(&hixl->lock);
     if (xfer->status == KVX_E_LINK && reason_to_end(xfer) != KVX_OK) {
         xfer->status = reason_to_end(xfer); /* the link was given up for its sake, or with its peer */
@@ -165,7 +82,7 @@ static int of_an_op(int status) {
 static void step(hixl_xfer *xfer) {
     if (xfer->status != KVX_OK) {
         xfer->left = 0;
-        run_remove(xfer->link, xfer);
+        kvx_hixl_run_remove(xfer->link, xfer);
     }
     if (xfer->left == 0 && xfer->live == 0 && !xfer->doubtful) {
         finish(xfer);
@@ -399,17 +316,17 @@ static void serve(hixl_link *link, uint64_t now_ms) {
             }
             break;
         }
-        (void)run_pop(link);
+        (void)kvx_hixl_run_pop(link);
         int status = submit_batch(link, xfer, &broken);
         if (status == KVX_AGAIN) {
-            run_push_front(link, xfer);
+            kvx_hixl_run_push_front(link, xfer);
             link->again_ms = now_ms + HIXL_AGAIN_MS;
             break;
         }
         if (status != KVX_OK) {
             fail(xfer, broken ? of_an_op(status) : status, (int)xfer->segment);
         } else if (xfer->left > 0) {
-            run_push(link, xfer);
+            kvx_hixl_run_push(link, xfer);
         }
         step(xfer);
     }
@@ -442,7 +359,7 @@ static void scan(hixl_link *link, uint64_t now_ms) {
             continue;
         }
         xfer->left = 0;
-        run_remove(link, xfer);
+        kvx_hixl_run_remove(link, xfer);
         if (xfer->grace_ms == 0) {
             xfer->grace_ms = now_ms + hixl->config->cancel_ms;
         }
@@ -473,7 +390,7 @@ static void inbox_take(hixl_device *device) {
         hixl_link *link = NULL;
         int status = kvx_hixl_link_for(device, xfer->import, &link);
         if (status == KVX_OK) {
-            link_push(link, xfer);
+            kvx_hixl_queue_push(link, xfer);
         } else {
             fail(xfer, status, -1);
             finish(xfer);
