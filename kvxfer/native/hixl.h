@@ -142,6 +142,7 @@ struct hixl_link {
     hixl_machine machine;
     hixl_pace pace;
     struct hixl_call *call;                 /* that is out */
+    uint32_t raw;                           /* what the library answered when the link failed last; 0 = nothing */
     uint64_t local_version, remote_version; /* of memory that the connection knows */
     uint64_t known_version;                 /* of the other side's, from LOCATION */
     void *stream;                           /* by copy */
@@ -179,6 +180,7 @@ struct hixl_xfer {
     bool doubtful;              /* a batch of it failed: it may still move until the disconnect has returned */
     uint64_t bytes;             /* moved */
     int status, segment_failed; /* -1: not known */
+    uint32_t raw;               /* the library's status behind ours; 0 = none */
     uint64_t grace_ms;          /* it is to end: how long its batches may still complete; 0 = not to end */
     uint64_t number;            /* of the NOTIFY that it waits for */
 };

@@ -24,7 +24,8 @@
 void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
-    kvx_op_complete(xfer->op, status, xfer->bytes, 0, status == KVX_OK ? -1 : xfer->segment_failed);
+    int raw = status == xfer->status ? (int)xfer->raw : 0;
+    kvx_op_complete(xfer->op, status, xfer->bytes, raw, status == KVX_OK ? -1 : xfer->segment_failed);
     free(xfer);
     pthread_mutex_lock(&hixl->lock);
     peer->ops--;
@@ -50,6 +51,7 @@ static void finish(hixl_xfer *xfer) {
     kvx_hixl_queue_remove(xfer);
     pthread_mutex_lock(&hixl->lock);
     if (xfer->status == KVX_E_LINK && reason_to_end(xfer) != KVX_OK) {
+        xfer->raw = 0;
         xfer->status = reason_to_end(xfer); /* the link was given up for its sake, or with its peer */
     }
     if (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY && (peer->lost || peer->closing)) {
@@ -70,6 +72,8 @@ static void fail(hixl_xfer *xfer, int status, int segment) {
     if (xfer->status == KVX_OK) {
         xfer->status = status;
         xfer->segment_failed = segment;
+        bool vendors = status == KVX_E_LINK || status == KVX_E_DEVICE || status == KVX_E_TIMEOUT;
+        xfer->raw = vendors && xfer->link != NULL ? xfer->link->raw : 0;
     }
 }
 
@@ -166,12 +170,14 @@ static bool poll_network(hixl_link *link) {
     uint32_t asked = 0;
     for (hixl_batch *batch = link->batch_first, *next; batch != NULL && asked < HIXL_HEAD_POLLS; batch = next) {
         next = batch->next;
-        int status = api->poll(link->device->engine, batch->request, NULL);
+        uint32_t raw = 0;
+        int status = api->poll(link->device->engine, batch->request, &raw);
         if (status == KVX_PENDING) {
             before = batch;
             asked++;
             continue;
         }
+        link->raw = raw;
         hixl_xfer *xfer = batch->xfer;
         batch_end(link, batch, before, status, false);
         if (status == KVX_OK) {
@@ -189,10 +195,12 @@ static bool poll_copies(hixl_link *link) {
     if (link->live == 0) {
         return false;
     }
-    int status = device->hixl->api->stream_poll(device->index, link->stream, NULL);
+    uint32_t raw = 0;
+    int status = device->hixl->api->stream_poll(device->index, link->stream, &raw);
     if (status == KVX_PENDING) {
         return false;
     }
+    link->raw = raw;
     while (link->batch_first != NULL) {
         hixl_xfer *xfer = link->batch_first->xfer;
         batch_end(link, link->batch_first, NULL, status, false);
@@ -235,14 +243,14 @@ static cut cut_batch(const hixl_xfer *xfer, uint64_t remote) {
     return made;
 }
 
-static int submit_copies(hixl_link *link, bool put, uint32_t count) {
+static int submit_copies(hixl_link *link, bool put, uint32_t count, uint32_t *raw_p) {
     hixl_device *device = link->device;
     for (uint32_t i = 0; i < count; i++) {
         void *local = (void *)(uintptr_t)device->ops[i].local, *remote = (void *)(uintptr_t)device->ops[i].remote;
         device->copies[i] = (kvx_ascend_copy){
             .target = put ? remote : local, .source = put ? local : remote, .length = device->ops[i].length};
     }
-    return device->hixl->api->copy_batch(device->index, link->stream, device->copies, count, NULL);
+    return device->hixl->api->copy_batch(device->index, link->stream, device->copies, count, raw_p);
 }
 
 /* KVX_OK, KVX_AGAIN, or the xfer failed with it; *broken_p: and the link with it. */
@@ -265,12 +273,13 @@ static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
     cut made = cut_batch(xfer, remote);
     *batch = (hixl_batch){.xfer = xfer, .bytes = made.bytes, .segment = xfer->segment};
     int status = link->route == HIXL_BY_COPY
-                     ? submit_copies(link, put, made.count)
+                     ? submit_copies(link, put, made.count, &raw)
                      : api->submit(device->engine, link->remote, put, device->ops, made.count, &batch->request, &raw);
     if (status != KVX_OK) {
         free(batch);
         bool harmless = status == KVX_AGAIN || (link->route == HIXL_BY_NETWORK && status < KVX_E_CANCELLED);
         *broken_p = !harmless;
+        link->raw = raw;
         xfer->doubtful |= !harmless;
         return status;
     }
