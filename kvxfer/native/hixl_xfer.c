@@ -98,6 +98,7 @@ void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
         next = xfer->next;
         if (xfer->live == 0 && !xfer->doubtful) {
             fail(xfer, status, -1);
+            xfer->raw = xfer->status == status ? link->raw : xfer->raw;
             step(xfer);
         }
     }

@@ -157,6 +157,9 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
         control(FAIL="connect:1:503900")
         await asyncio.sleep(0.005)
         assert await failed(near, mine, import_) == (Status.LINK, 503900)
+        control(FAIL="connect:1:103902")
+        await asyncio.sleep(0.2)
+        assert await failed(near, mine, import_) == (Status.PEER_LOST, 103902)
         began = time.monotonic()
         assert await near.move(PUT, mine, import_) == 0
         assert time.monotonic() - began > 0.08, "after a pause"
