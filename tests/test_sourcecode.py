@@ -117,6 +117,7 @@ TESTS_OF_MORE = (
         "native/fuzz/",
         "native/test_conformance.py",
         "native/test_fuzz.py",
+        "native/test_mutants.py",
         "native/test_ascend_abi.py",
         "native/test_ascend_sim.py",
         "native/test_ascend_sim_links.py",
