@@ -40,6 +40,7 @@ LAYERS = (
             "net.forks",
             "node.identity",
             "memory.numa",
+            "tasks",
         ),
     ),
     Layer(
@@ -66,7 +67,7 @@ LAYERS = (
     Layer(
         name="control connections",
         modules=(
-            *("deadline", "tasks"),
+            "deadline",
             *("net.dial", "net.link", "net.listeners", "net.race", "net.requests", "net.secure"),
         ),
     ),
@@ -126,6 +127,7 @@ TESTS_OF_MORE = (
         "native/fuzz/",
         "native/test_conformance.py",
         "native/test_fuzz.py",
+        "native/test_mutants.py",
         "native/test_ascend_abi.py",
         "native/test_ascend_sim.py",
         "native/test_ascend_sim_links.py",

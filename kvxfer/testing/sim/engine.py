@@ -33,6 +33,10 @@ class SimEngine(Owner):
 
     # -- life ------------------------------------------------------------------------------------------------
 
+    async def aclose(self) -> None:
+        """`Engine.aclose`; nothing in here takes time."""
+        self.close()
+
     def close(self) -> None:
         if self.closed:
             return
