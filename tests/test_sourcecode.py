@@ -46,7 +46,17 @@ LAYERS = (
     Layer(
         name="decisions",
         modules=(
-            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow", "net.queues"),
+            *(
+                "geometry",
+                "planner",
+                "block_parts",
+                "wire",
+                "wire.*",
+                "rendezvous",
+                "rendezvous.*",
+                "node.allow",
+                "net.queues",
+            ),
             *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
