@@ -46,7 +46,17 @@ LAYERS = (
     Layer(
         name="decisions",
         modules=(
-            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow", "net.queues"),
+            *(
+                "geometry",
+                "planner",
+                "block_parts",
+                "wire",
+                "wire.*",
+                "rendezvous",
+                "rendezvous.*",
+                "node.allow",
+                "net.queues",
+            ),
             *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -77,7 +87,7 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_line", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),

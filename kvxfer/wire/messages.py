@@ -302,7 +302,10 @@ class GiveUp(Message):
 @numbered(40)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Land(Message):
-    """Give me `length` bytes of a node's landing pool. Answered by Claimed; its body holds the descriptor."""
+    """Give me `length` bytes of a node's landing pool. Answered by Claimed; its body holds the descriptor.
+
+    When the pool is full, waits up to `wait_s` for its turn.
+    """
 
     rid: Rid = 0
     node: Nodes = ()
@@ -311,6 +314,7 @@ class Land(Message):
     body: PostingBody = b""
     lease_s: Duration
     engine_id: IdentityOrAny = ""
+    wait_s: Annotated[float, Seconds(SECONDS_MAX), OPTIONAL] = 0.0
 
 
 # -- small messages between workers -----------------------------------------------------------------------------------
