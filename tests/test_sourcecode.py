@@ -77,7 +77,7 @@ LAYERS = (
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
             *(
                 f"dataplane.{name}"
-                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall", "ways")
             ),
             "dataplane.transfer",
         ),
