@@ -76,7 +76,7 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
