@@ -190,7 +190,11 @@ class Config:
         choices=(*TRANSPORTS, "auto"),
     )
     data_bind: str = _option(
-        "host", "", "Address where engines listen for data; empty: the host of `listen`.", empty=True, numeric=True
+        "host",
+        "",
+        "Address where engines listen for data; empty: the host of `listen`, for a worker what its daemon has.",
+        empty=True,
+        numeric=True,
     )
     data_port: int = _int(0, 0, 65535, "Port where the daemon's engine listens for data; 0: any.")
     data_advertise: tuple[str, ...] = _option(

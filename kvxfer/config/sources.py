@@ -37,11 +37,17 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     source = f"file {os.fspath(path)}"
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            values = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration: {error.strerror}", source=source) from error
     except (ValueError, RecursionError) as wrong:  # bad TOML, bad UTF-8, absurd numbers, absurd nesting
-        raise ConfigError(f"the configuration is not valid TOML: {wrong}", source=source) from wrong
+        hint = 'one NAME = VALUE a line, text in quotes: listen = "127.0.0.1:17800"'
+        raise ConfigError(f"the configuration is not valid TOML: {wrong}", source=source, hint=hint) from wrong
+    section = next((name for name, value in values.items() if isinstance(value, dict)), None)
+    if section is not None:
+        why = f"[{section[:80]}] is a section, and the configuration has none"
+        raise ConfigError(why, key=section[:80], source=source, hint="put the options at the top of the file")
+    return values
 
 
 # Variables that are no options: where the file is, and where the libraries of accelerators are (read where they load).

@@ -93,7 +93,10 @@ int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
     int fd = bound(hixl, port, &address, &length);
     if (fd < 0 || listen(fd, BACKLOG) != 0) {
         int error = errno;
-        snprintf(why, why_size, "hixl cannot listen on \"%s\" port %u: %s", hixl->host, port, strerror(error));
+        const char *hint = error == EADDRINUSE      ? "; set hixl_port to another one, or to 0 for any"
+                           : error == EADDRNOTAVAIL ? "; set data_bind to an address that this host has"
+                                                    : "";
+        snprintf(why, why_size, "hixl cannot listen on \"%s\" port %u: %s%s", hixl->host, port, strerror(error), hint);
         if (fd >= 0) {
             close(fd);
         }

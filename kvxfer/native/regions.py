@@ -22,6 +22,7 @@ _HINTS = {
     Status.DEVICE_MEMORY: "it must be contiguous: free some memory of the device, ask for less, or use spill='dram'",
     Status.HOST_MEMORY: "memory of the driver's own allocator is needed: alloc(memory='dram', device=N)",
     Status.NO_CONTEXT: "set a device first, e.g. torch.npu.set_device(N), and check that the driver answers",
+    Status.UNSUPPORTED: "`kvxfer doctor` says what this process lacks for accelerators, and what to do",
     Status.LIMIT: "use few large regions instead of many small registrations",
 }
 
@@ -59,7 +60,7 @@ def not_addressable(region: RegionInfo) -> KvxferError:
 
 def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) -> KvxferError:
     """The typed error of a failed call about memory."""
-    text = ffi.string(why.text).decode("utf-8", "replace")
+    text = _whole_sentences(ffi.string(why.text).decode("utf-8", "replace"), len(why.text))
     fields["vendor_status"] = why.raw or None
     if status == Status.OVERLAP:
         fields["conflict"] = why.conflict or None
@@ -90,6 +91,14 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
         error.args = (error.message,)
     error.hint = hint or error.hint
     return error
+
+
+def _whole_sentences(text: str, room: int) -> str:
+    """What did not fit into the engine's ``room`` ends in the middle of a word."""
+    if len(text.encode()) < room - 1:
+        return text
+    whole, end, _ = text.rpartition(". ")
+    return f"{whole}{end.rstrip()} ..." if whole else f"{text} ..."
 
 
 def _alignment(why: Any, fields: dict[str, Field]) -> tuple[str, str]:

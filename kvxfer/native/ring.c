@@ -74,6 +74,9 @@ bool kvx_ring_pop(kvx_ring *ring, kvx_event *event_p) {
         return false;
     }
     *event_p = ring->events[ring->head++ & (ring->capacity - 1)];
+    if (ring->head == ring->tail) { /* begin again: what was never needed at once stays untouched, the rest in cache */
+        ring->head = ring->tail = 0;
+    }
     ring->reserved--;
     return true;
 }

@@ -12,7 +12,7 @@
 typedef struct kvx_ring {
     kvx_event *events;
     uint64_t capacity;   /* a power of two, >= reserved */
-    uint64_t head, tail; /* only grow; tail - head <= reserved */
+    uint64_t head, tail; /* tail - head <= reserved; both 0 when it is empty */
     uint64_t reserved;   /* places promised, filled ones included */
     bool signalled;      /* the fd was written since the last drain began */
     int fd;

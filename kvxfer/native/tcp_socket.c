@@ -230,11 +230,11 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
     }
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, TCP_BACKLOG) != 0) {
         int error = errno;
-        const char *hint = error == EADDRINUSE
-                               ? "; another process listens there: choose another data port, or 0 for any"
-                           : error == EADDRNOTAVAIL ? "; no interface of this host has that address"
-                           : error == EACCES        ? "; ports below 1024 need a privilege"
-                                                    : "";
+        const char *hint =
+            error == EADDRINUSE      ? "; another process listens there: set data_port to another one, or to 0 for any"
+            : error == EADDRNOTAVAIL ? "; no interface of this host has that address: set data_bind to one that it has"
+            : error == EACCES        ? "; ports below 1024 need a privilege"
+                                     : "";
         snprintf(why, why_size, "tcp cannot listen on \"%s\" port %u: %s%s", bind_text, tcp->config->tcp_port,
                  strerror(error), hint);
         if (fd >= 0) {

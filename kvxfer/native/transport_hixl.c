@@ -153,7 +153,8 @@ static int host_take(hixl_transport *hixl, char *why, size_t why_size) {
     bool wildcard = (is_v4 && v4.s_addr == 0) || (is_v6 && IN6_IS_ADDR_UNSPECIFIED(&v6));
     if ((!is_v4 && !is_v6) || wildcard) { /* a wildcard suits the other transports, so it is no mistake as such */
         snprintf(why, why_size,
-                 "hixl cannot use the address \"%s\": give a numeric address of this host that its peers can reach",
+                 "hixl cannot use the address \"%s\", which becomes the name of its engine: set data_bind to a numeric "
+                 "address of this host that its peers can reach, or let data_advertise name one first",
                  bind);
         return wildcard ? KVX_E_UNSUPPORTED : KVX_E_INVALID;
     }

@@ -21,6 +21,7 @@ from kvxfer.errors import (
     IdentityMismatch,
     KvxferError,
     NotAllowed,
+    PeerLost,
     PeerUnreachable,
     ProtocolError,
     ResourceExhausted,
@@ -109,9 +110,13 @@ def unreachable(failures: Failures) -> KvxferError:
                 others = {other: why for other, why in reasons.items() if other != label}
                 failure.fields.update(others)
                 return failure
-    error: KvxferError = PeerUnreachable(
-        "no candidate address answers", hint="is `kvxfer serve` running there, and is this its `listen` address?"
-    )
+    hint = "is `kvxfer serve` running there, and is this its `listen` address?"
+    if any(isinstance(failure, PeerLost) for failure in failures.values()):
+        hint = (
+            "something took the connection and hung up: is this the port of `listen`, not one of `http` or of data? The"
+            " log of a daemon there says whom it refused"
+        )
+    error: KvxferError = PeerUnreachable("no candidate address answers", hint=hint)
     if any(isinstance(failure, OSError) and failure.errno in OUT_OF_DESCRIPTORS for failure in failures.values()):
         error = ResourceExhausted("this process cannot open another connection", retryable=True)
     error.fields.update(reasons)

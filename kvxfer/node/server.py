@@ -211,6 +211,9 @@ class Server:
             engine.close()
             raise
         self.engine = engine
+        level = logging.DEBUG if self._embedded else logging.WARNING
+        for name, why in engine.unavailable.items():
+            log.log(level, "%s is not used: %s", name, why)
         self._cleanup.push_async_callback(self.plane.aclose)
         self.engines.add("daemon", engine.counters)
 
@@ -470,6 +473,8 @@ class Server:
             "protocol": VERSIONS[1],
             "addresses": list(self.addresses),
             "data_advertise": list(self.data_hosts),
+            "data_bind": self.config.data_bind_host,
+            "hixl_bind": self.config.hixl_bind_host,
             "tcp_encryption": self.config.tcp_encryption,
             "engine_id": self.engine.engine_id.hex(),
             "transports": [info.name for info in self.engine.transports],

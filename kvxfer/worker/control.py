@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ from kvxfer.worker.untold import Untold
 EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
 UNSENT_MAX = 4096
 RETRY_S = 0.02
+# Where an engine without a `data_bind` of its own listens: field of `EngineConfig`, name in the daemon's status.
+BINDS = {"tcp_bind": "data_bind", "hixl_bind": "hixl_bind"}
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 2.0
 CLAIM_ENDS = ("withdrawn", "expired", "lost", "orphaned")
 EventCallback = Callable[[m.PostingEvent], None]
@@ -90,6 +92,7 @@ class Control:
         self.incarnation = ""
         self.addresses: tuple[str, ...] = ()
         self.advertise: tuple[str, ...] = ()
+        self.binds: Mapping[str, str] = {}  # of BINDS, what the daemon told
         self._encryption = ""  # the daemon's tcp_encryption
         self.on_identity: Callable[[], None] = _nobody
         self.on_restored: Callable[[], None] = _nobody
@@ -134,10 +137,12 @@ class Control:
             node_id, incarnation = str(status["node_id"]), str(status["incarnation"])
             addresses = tuple(str(address) for address in status["addresses"])
             advertise = tuple(str(host) for host in status.get("data_advertise", ()))
+            told = {field: str(status.get(name, "")) for field, name in BINDS.items()}
             self._encryption = str(status.get("tcp_encryption", "off"))
         except (ValueError, KeyError, TypeError, AttributeError) as wrong:
             raise ProtocolError(f"the daemon's status makes no sense: {wrong!r}") from wrong
         self.node_id, self.incarnation, self.addresses, self.advertise = node_id, incarnation, addresses, advertise
+        self.binds = {field: host for field, host in told.items() if host}  # a daemon of an older version tells none
         self.on_identity()
 
     def _link_ended(self, link: Link) -> None:

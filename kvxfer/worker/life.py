@@ -77,18 +77,19 @@ class ClientLife:
             namespace=self.config.namespace,
         )
         control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
-        settings = EngineConfig.from_config(
-            self.config,
-            engine_id,
-            socket_dir=str(directory),
-            counters_path=str(counters),
-            **dict.fromkeys(("tcp_port", "hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
-        )
         engine = None
         try:
-            # The daemon first: without it there is nothing to do, and it knows what to advertise.
+            # The daemon first: without it there is nothing to do, and it knows where to listen and what to advertise.
             await control.start()
             self._control = control
+            settings = EngineConfig.from_config(
+                self.config,
+                engine_id,
+                socket_dir=str(directory),
+                counters_path=str(counters),
+                **dict.fromkeys(("tcp_port", "hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
+                **({} if self.config.data_bind else control.binds),
+            )
             self._engine = engine = Engine(settings)
             self._allocator = Allocator(engine, self._tasks)
             self._plane = DataPlane(

@@ -57,9 +57,7 @@ async def test_c52_addresses_are_read_and_written_the_same() -> None:
 
 
 async def test_c52_ipv6_from_end_to_end(tmp_path: Path) -> None:
-    async with cluster(
-        tmp_path, "tcp", daemons={"listen": "[::1]:0", "http": "[::1]:0"}, workers={"listen": "[::1]:0"}
-    ) as nodes:
+    async with cluster(tmp_path, "tcp", daemons={"listen": "[::1]:0", "http": "[::1]:0"}) as nodes:
         a, b = nodes.values()
         [address] = b.node
         assert re.fullmatch(r"\[::1\]:[0-9]+", address), "as configured, in registry and hello"

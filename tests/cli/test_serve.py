@@ -148,6 +148,16 @@ def test_bad_directory(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "a" / "b")
 
 
+def test_what_this_host_was_thought_to_have_is_missed_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something points to libraries of accelerators that cannot be used: "auto" goes on without, and says so."""
+    monkeypatch.setenv("KVXFER_CANN_LIBDIR", str(tmp_path / "nowhere"))
+    with daemon(tmp_path, "--transports", "auto") as (process, facts):
+        assert "hixl" not in facts["transports"]
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=5 * slack())
+    assert f"hixl is not used: {tmp_path}/nowhere/libcann_hixl.so: not there" in said
+
+
 def test_peers_are_connected_at_the_start(tmp_path: Path) -> None:
     first, second = tmp_path / "1", tmp_path / "2"
     first.mkdir(mode=0o700)

@@ -227,6 +227,16 @@ def test_unknown_keys(tmp_path: Path) -> None:
         load(env={}, flags={"zzzzzz": "tcp"})
 
 
+def test_sections_and_bare_text_are_told_from_typing_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "kvxfer.toml"
+    path.write_text('lease_s = 1\n[serve]\nlisten = "127.0.0.1:1"\n')
+    with pytest.raises(ConfigError, match=r"\[serve\] is a section.*put the options at the top"):
+        load(path, env={})
+    path.write_text("listen = 127.0.0.1:1\n")
+    with pytest.raises(ConfigError, match=r"line 1.*text in quotes"):
+        load(path, env={})
+
+
 def test_unknown_environment_variables_warn() -> None:
     ours = {"KVXFER_TEST_SLACK": "3", "KVXFER_SIM_HBM": "1G", "KVXFER_CANN_LIBDIR": "/x", "OTHER": "x"}
     loaded = load(env={"KVXFER_TRANSPORT": "tcp", "KVXFER_QQQQQQ": "1", **ours})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, TransportUnavailable
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind
 from kvxfer.native.status import Status
@@ -152,3 +152,16 @@ async def test_ipv6() -> None:
         async with both[0] as owner, both[1] as near:
             assert owner.endpoint.startswith("[::1]:")
             await moves(near, owner, near.alloc(MIB), 1)
+
+
+@simulated()
+async def test_addresses_that_it_cannot_take() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for changes, words in (
+            ({"hixl_bind": "0.0.0.0"}, '"0.0.0.0".*set data_bind.*or let data_advertise name one first'),
+            ({"hixl_bind": "192.0.2.1"}, '"192.0.2.1" port 0: .*set data_bind'),
+            ({"hixl_port": port}, f"port {port}: Address already in use; set hixl_port"),
+        ):
+            with pytest.raises(TransportUnavailable, match=words):
+                Near(**changes)

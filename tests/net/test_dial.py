@@ -14,6 +14,7 @@ from kvxfer.errors import (
     AuthenticationError,
     IdentityMismatch,
     NotKvxfer,
+    PeerLost,
     PeerUnreachable,
     ResourceExhausted,
     UsageError,
@@ -97,6 +98,12 @@ def test_what_a_peer_said_outweighs_the_network(said: NotKvxfer | Authentication
     assert error is said
     assert error.peer == "b:2"
     assert error.fields["a:1"] == "timed out"
+
+
+def test_who_hung_up_may_be_another_port() -> None:
+    refused, hung_up = ConnectionRefusedError(errno.ECONNREFUSED, "refused"), PeerLost("the connection ended")
+    assert "is `kvxfer serve` running there" in str(unreachable({"a:1": refused}))
+    assert "is this the port of `listen`, not one of `http`" in str(unreachable({"a:1": refused, "b:2": hung_up}))
 
 
 def test_out_of_descriptors_is_this_nodes_problem() -> None:

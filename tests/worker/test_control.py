@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 import kvxfer
@@ -90,6 +91,36 @@ async def test_a_new_identity_is_in_new_descriptors(tmp_path: Path) -> None:
         assert before.node_id == after.node_id
         assert before.incarnation != after.incarnation == one.server.incarnation
         assert one.client.addresses == one.server.addresses
+
+
+@pytest.mark.parametrize(("own", "host"), [("", "127.0.0.2"), ("127.0.0.3", "127.0.0.3")])
+async def test_a_worker_listens_where_its_daemon_does(tmp_path: Path, own: str, host: str) -> None:
+    """A worker that was told nothing can be reached from wherever its daemon can."""
+    async with Server(Config.embedded(transports=("tcp",), socket_dir=str(tmp_path), listen="127.0.0.2:0")) as server:
+        assert server.socket_path is not None
+        config = Config(transports=("tcp",), data_bind=own)
+        async with Client(server.socket_path, config=config) as client, kvxfer.local(transports=("tcp",)) as other:
+            region, source = await client.alloc(64), await other.alloc(64)
+            descriptor = region.descriptor("rw")
+            assert [text.rpartition(":")[0] for text in descriptor.endpoints["tcp"]] == [host]
+            source.array[:] = 7
+            await other.put(source[:], descriptor)
+            assert (region.array == 7).all()
+
+
+async def test_a_daemon_that_does_not_tell_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an older version."""
+    status = Server._status
+
+    def older(server: Server) -> bytes:
+        told = msgpack.unpackb(status(server))
+        packed: bytes = msgpack.packb({name: value for name, value in told.items() if not name.endswith("_bind")})
+        return packed
+
+    monkeypatch.setattr(Server, "_status", older)
+    async with node(tmp_path, transports=("tcp",), listen="127.0.0.2:0") as one:
+        region = await one.client.alloc(64)
+        assert region.descriptor().endpoints["tcp"][0].startswith("127.0.0.2:"), "by its own configuration"
 
 
 async def test_a_restart_is_survived_many_times_with_one_link(tmp_path: Path) -> None:
