@@ -121,6 +121,7 @@ TESTS_OF_MORE = (
         "native/test_ascend_sim_links.py",
         "native/test_ascend_table.py",
         "native/test_endings.py",
+        "wire/test_versions.py",
     ),
 )
 

@@ -88,7 +88,7 @@ class SettleElsewhere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm:
-    """Ask the daemon at `link` which of these claims it does not know. They were granted over `session`, which ended."""
+    """Ask the daemon at `link` which of these claims it does not know. The `session` that granted them has ended."""
 
     link: Link
     session: str

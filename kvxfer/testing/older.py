@@ -1,4 +1,4 @@
-"""`python -m kvxfer.testing.older [--lacks MESSAGE]... serve ...`: the command `kvxfer` as the version before would do it.
+"""`python -m kvxfer.testing.older [--lacks=MESSAGE]... serve ...`: the command `kvxfer` of the version before.
 
 The idea: this process forgets what came with the newest version of the protocol (all of it, or some messages alone)
 before it begins. It offers the version before, takes those messages for unknown, and neither reads nor sends the fields

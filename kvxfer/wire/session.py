@@ -303,8 +303,8 @@ class Session:
         return kind.since <= self.version
 
     def check_send(self, message: m.Message) -> None:
-        """Raises `UsageError` when this side may not send this message, and `VersionMismatch` when the other side is too
-        old for it, so that no peer has to complain about it."""
+        """Raises `UsageError` when this side may not send this message, `VersionMismatch` when the other is too old for
+        it, so that no peer has to complain about it."""
         what = type(message).__name__
         if type(message) not in MAY_SEND.get((self.link_role, self.side), ()):
             raise UsageError(f"{what} is not for this side of a link", kind=what, role=self.link_role, side=self.side)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from kvxfer.wire.session import Session
-from tests.nodes import Worker, node, until, worker
+from tests.conftest import slack
+from tests.nodes import Worker, node, small, until, worker
 
 OFFER = m.Post(kind="offer", key="r", body=b"body", lease_s=60.0)
 TICKET = m.Post(kind="ticket", key="r", body=b"body", lease_s=60.0)
@@ -158,3 +160,22 @@ async def test_an_older_node_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
         assert not [event for event in owner.inbox.messages if getattr(event, "what", "") == "lost"]
         with pytest.raises(KvxferError):
             await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
+
+
+async def test_a_claim_that_nobody_is_left_to_settle_ends_with_its_lease(tmp_path: Path) -> None:
+    """Worker and daemon have both ended without a word; the next daemon of the node knows nothing, and cannot deny it."""
+    began = asyncio.get_running_loop().time()
+    async with node() as there, worker(there) as owner:
+        await owner.ask(m.Post(kind="offer", key="r", body=b"body", lease_s=1.5))
+        async with Server(small(socket_dir=str(tmp_path))) as here:
+            async with worker(here) as claimant:
+                await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
+                here.dispatcher.forwarding.settle = lambda action: None  # type: ignore[method-assign]
+                here.pool.links[0].abort()
+                await owner.inbox.take(m.PostingEvent, what="orphaned")
+        async with Server(small(socket_dir=str(tmp_path))) as here, worker(here) as claimant:
+            await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
+            assert there.registry.counts().orphans == 1
+            await owner.inbox.take(m.PostingEvent, what="expired")
+            assert asyncio.get_running_loop().time() - began < 1.5 + 3.0 * slack()
+            assert there.registry.counts().orphans == there.registry.counts().claims == 0

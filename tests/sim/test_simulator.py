@@ -25,6 +25,7 @@ PLANS = {  # what shows itself in one kind of trouble only
     "settlement_forgotten": Plan(
         hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("partition", "kill_daemon")
     ),
+    "stale_incarnation": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("kill_daemon",)),
     "lost_grant_kept": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("reset",)),
     "grant_denied_too_early": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("reset",)),
 }
