@@ -163,16 +163,15 @@ async def test_an_older_node_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_a_claim_that_nobody_is_left_to_settle_ends_with_its_lease(tmp_path: Path) -> None:
-    """Worker and daemon have both ended without a word; the next daemon of the node knows nothing, and cannot deny it."""
+    """Worker and daemon have ended without a word; the next daemon of the node knows nothing, and cannot deny it."""
     began = asyncio.get_running_loop().time()
     async with node() as there, worker(there) as owner:
         await owner.ask(m.Post(kind="offer", key="r", body=b"body", lease_s=1.5))
-        async with Server(small(socket_dir=str(tmp_path))) as here:
-            async with worker(here) as claimant:
-                await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
-                here.dispatcher.forwarding.settle = lambda action: None  # type: ignore[method-assign]
-                here.pool.links[0].abort()
-                await owner.inbox.take(m.PostingEvent, what="orphaned")
+        async with Server(small(socket_dir=str(tmp_path))) as here, worker(here) as claimant:
+            await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
+            here.dispatcher.forwarding.settle = lambda action: None  # type: ignore[method-assign]
+            here.pool.links[0].abort()
+            await owner.inbox.take(m.PostingEvent, what="orphaned")
         async with Server(small(socket_dir=str(tmp_path))) as here, worker(here) as claimant:
             await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
             assert there.registry.counts().orphans == 1

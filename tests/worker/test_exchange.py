@@ -521,10 +521,10 @@ async def test_a_table_that_covers_too_little_is_refused_without_planning() -> N
     layout, _ = kvxfer.contiguous_layout(small_geometry(block_tokens=1), 1 << 20)
     everything = kvxfer.BlockTable(blocks=np.arange(1 << 20), tokens=1 << 20)
     little = kvxfer.BlockTable.of([0], 1)
-    before = time.perf_counter()
+    before = time.process_time()
     with pytest.raises(GeometryMismatch):
         await negotiate(layout, little, layout, everything)
-    assert time.perf_counter() - before < 0.02 * slack()
+    assert time.process_time() - before < 0.02 * slack()
 
 
 async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
