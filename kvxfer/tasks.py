@@ -8,7 +8,8 @@ what still runs and waits for it, so that after it no task of the owner remains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from kvxfer.errors import ClosedError
@@ -74,3 +75,17 @@ async def shared(work: asyncio.Task[T]) -> T:
         if work.cancelled() and (current is None or not current.cancelling()):
             raise ClosedError(f"closed while it waited ({work.get_name()})") from None
         raise
+
+
+async def to_the_end(executor: Executor, work: Callable[..., object], *arguments: object) -> None:
+    """Run in a thread what must not be left half done: a cancellation meanwhile is raised when it has ended."""
+    working = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait([working])
+        except asyncio.CancelledError as found:
+            cancelled = found
+    if cancelled is not None:
+        raise cancelled
+    working.result()

@@ -40,12 +40,23 @@ LAYERS = (
             "net.forks",
             "node.identity",
             "memory.numa",
+            "tasks",
         ),
     ),
     Layer(
         name="decisions",
         modules=(
-            *("geometry", "planner", "wire", "wire.*", "rendezvous", "rendezvous.*", "node.allow", "net.queues"),
+            *(
+                "geometry",
+                "planner",
+                "block_parts",
+                "wire",
+                "wire.*",
+                "rendezvous",
+                "rendezvous.*",
+                "node.allow",
+                "net.queues",
+            ),
             *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
@@ -56,7 +67,7 @@ LAYERS = (
     Layer(
         name="control connections",
         modules=(
-            *("deadline", "tasks"),
+            "deadline",
             *("net.dial", "net.link", "net.listeners", "net.race", "net.requests", "net.secure"),
         ),
     ),
@@ -116,6 +127,7 @@ TESTS_OF_MORE = (
         "native/fuzz/",
         "native/test_conformance.py",
         "native/test_fuzz.py",
+        "native/test_mutants.py",
         "native/test_ascend_abi.py",
         "native/test_ascend_sim.py",
         "native/test_ascend_sim_links.py",

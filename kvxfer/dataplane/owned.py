@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvxfer.block_parts import BlockParts
 from kvxfer.dataplane.early import EarlyNotices, Unexpected
 from kvxfer.dataplane.offered import endpoints_of, secrets_of
 from kvxfer.descriptors import RemoteDescriptor
@@ -40,10 +41,16 @@ class OwnMemory:
         self._unexpected = unexpected
 
     def export(
-        self, region: RegionInfo, offset: int, length: int, access: int, expires_in_s: float | None
+        self,
+        region: RegionInfo,
+        offset: int,
+        length: int,
+        access: int,
+        expires_in_s: float | None,
+        blocks: BlockParts | None = None,
     ) -> RemoteDescriptor:
-        """Make a grant and describe it for peers."""
-        grant = self.engine.grant(region.id, offset, length, access)
+        """Make a grant, of some blocks or of all the range, and describe it for peers."""
+        grant = self.engine.grant(region.id, offset, length, access, blocks)
         try:
             return RemoteDescriptor(
                 node_id=self.node_id,

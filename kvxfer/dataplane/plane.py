@@ -453,10 +453,10 @@ class DataPlane:
         try:
             await self._tasks.aclose()
         finally:
-            self._close_engine()
+            await self._close_engine()
         await asyncio.sleep(0)  # the completions that closing brought reach their transfers
 
-    def _close_engine(self) -> None:
+    async def _close_engine(self) -> None:
         if self._closed:
             return
         waiting = [*self._in_line.values(), *self._full]
@@ -466,5 +466,7 @@ class DataPlane:
         for work in waiting:
             work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
-        self.engine.close()
-        self.memory.closed()
+        try:
+            await self.engine.aclose()
+        finally:
+            self.memory.closed()

@@ -8,13 +8,14 @@ or cancels, no peer ever writes into memory that Python has given to somebody el
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.block_parts import BlockParts, Rows, blocks_of, parts_of
 from kvxfer.deadline import seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
@@ -193,16 +194,23 @@ class Region:
         check_span(offset, length, self.length, f"region {self.id}")
         if expires_in_s is not None:
             expires_in_s = seconds(expires_in_s, "expires_in_s", limit_s=SECONDS_MAX)
-        made = self._plane.memory.export(self._info, offset, length, rights, expires_in_s)
-        self._grants.add(made.grant)
+        made = self._export(offset, length, rights, expires_in_s)
         if expires_in_s is not None:
             loop = asyncio.get_running_loop()
             self._timers[made.grant] = loop.call_later(expires_in_s, self.take_back, made.grant)
         return made
 
-    def lend(self, access: str, on_released: Callable[[], None]) -> RemoteDescriptor:
-        """A descriptor of all of it for a whole flow, which is called when the region is released under it."""
-        made = self.descriptor(access)
+    def _export(
+        self, offset: int, length: int, rights: int, expires_in_s: float | None, blocks: BlockParts | None = None
+    ) -> RemoteDescriptor:
+        made = self._plane.memory.export(self._info, offset, length, rights, expires_in_s, blocks)
+        self._grants.add(made.grant)
+        return made
+
+    def lend(self, access: str, on_released: Callable[[], None], blocks: BlockParts | None = None) -> RemoteDescriptor:
+        """A descriptor for a whole flow, of some blocks or of all; the flow is called when the region is released."""
+        self.require()
+        made = self._export(0, self.length, ACCESS_BY_NAME[access], None, blocks)
         self._lent[made.grant] = on_released
         return made
 
@@ -296,6 +304,7 @@ class KVCache:
 
     layout: CacheLayout
     regions: tuple[Region, ...]
+    _parts: tuple[Rows | None, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(self, layout: CacheLayout, regions: Region | Sequence[Region]) -> None:
         found: tuple[Any, ...] = (regions,) if isinstance(regions, Region) else tuple(regions)
@@ -316,6 +325,16 @@ class KVCache:
                 )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)
+        object.__setattr__(self, "_parts", tuple(parts_of(layout, index) for index in range(len(found))))
+
+    def lend(
+        self, access: str, table: BlockTable, on_released: Callable[[], None]
+    ) -> Iterator[tuple[Region, RemoteDescriptor]]:
+        """For each region a descriptor of the blocks that hold the table's tokens, and of nothing else."""
+        blocks = blocks_of(self.layout, table)
+        for region, parts in zip(self.regions, self._parts, strict=True):
+            lent = None if parts is None else BlockParts(parts, blocks)
+            yield region, region.lend(access, on_released, lent)
 
     def require(self, plane: DataPlane) -> None:
         """Every region is live and belongs to this plane."""

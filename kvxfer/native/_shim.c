@@ -594,7 +594,7 @@ static void *_cffi_types[] = {
 /*  6 */ _CFFI_OP(_CFFI_OP_FUNCTION, 18), // char const *()(void)
 /*  7 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /*  8 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(char *, size_t)
-/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 346), // char *
+/*  9 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // char *
 /* 10 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28), // size_t
 /* 11 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 12 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t *, uint32_t *)
@@ -603,14 +603,14 @@ static void *_cffi_types[] = {
 /* 15 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 16 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, int32_t, uint32_t *)
 /* 17 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21), // int32_t
-/* 18 */ _CFFI_OP(_CFFI_OP_POINTER, 346), // char const *
+/* 18 */ _CFFI_OP(_CFFI_OP_POINTER, 375), // char const *
 /* 19 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 20 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 21 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 22 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
 /* 23 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 24 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 387), // kvx_ascend_option const *
+/* 25 */ _CFFI_OP(_CFFI_OP_POINTER, 418), // kvx_ascend_option const *
 /* 26 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 27 */ _CFFI_OP(_CFFI_OP_POINTER, 64), // void * *
 /* 28 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
@@ -649,7 +649,7 @@ static void *_cffi_types[] = {
 /* 61 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, kvx_ascend_where, void *, uint32_t *)
 /* 62 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 63 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
-/* 64 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void *
+/* 64 */ _CFFI_OP(_CFFI_OP_POINTER, 446), // void *
 /* 65 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 66 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
 /* 67 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, uint32_t *)
@@ -676,7 +676,7 @@ static void *_cffi_types[] = {
 /* 88 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
 /* 89 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 90 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 91 */ _CFFI_OP(_CFFI_OP_POINTER, 384), // kvx_ascend_copy const *
+/* 91 */ _CFFI_OP(_CFFI_OP_POINTER, 415), // kvx_ascend_copy const *
 /* 92 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 93 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 94 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
@@ -696,308 +696,342 @@ static void *_cffi_types[] = {
 /* 108 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(int32_t, void *, void const *, uint64_t, uint32_t *)
 /* 109 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
 /* 110 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // void const *
+/* 111 */ _CFFI_OP(_CFFI_OP_POINTER, 446), // void const *
 /* 112 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 113 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
 /* 114 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
-/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine *
-/* 117 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 118 */ _CFFI_OP(_CFFI_OP_POINTER, 390), // kvx_device_info *
-/* 119 */ _CFFI_OP(_CFFI_OP_POINTER, 396), // kvx_mem_why *
+/* 115 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_blocks const *, kvx_blocks_cursor *, uint64_t, uint64_t)
+/* 116 */ _CFFI_OP(_CFFI_OP_POINTER, 419), // kvx_blocks const *
+/* 117 */ _CFFI_OP(_CFFI_OP_POINTER, 420), // kvx_blocks_cursor *
+/* 118 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 119 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 120 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
-/* 122 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 123 */ _CFFI_OP(_CFFI_OP_POINTER, 381), // kvx_alloc_args const *
-/* 124 */ _CFFI_OP(_CFFI_OP_POINTER, 397), // kvx_region_info *
-/* 125 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
+/* 121 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, int32_t, kvx_device_info *, kvx_mem_why *)
+/* 122 */ _CFFI_OP(_CFFI_OP_POINTER, 424), // kvx_engine *
+/* 123 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 124 */ _CFFI_OP(_CFFI_OP_POINTER, 423), // kvx_device_info *
+/* 125 */ _CFFI_OP(_CFFI_OP_POINTER, 429), // kvx_mem_why *
 /* 126 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
-/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 398), // kvx_register_args const *
-/* 130 */ _CFFI_OP(_CFFI_OP_NOOP, 124),
-/* 131 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
+/* 127 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_alloc_args const *, kvx_region_info *, kvx_mem_why *)
+/* 128 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 129 */ _CFFI_OP(_CFFI_OP_POINTER, 412), // kvx_alloc_args const *
+/* 130 */ _CFFI_OP(_CFFI_OP_POINTER, 431), // kvx_region_info *
+/* 131 */ _CFFI_OP(_CFFI_OP_NOOP, 125),
 /* 132 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 133 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
-/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 402), // kvx_submit_args const *
-/* 136 */ _CFFI_OP(_CFFI_OP_POINTER, 400), // kvx_segment const *
-/* 137 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 138 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
-/* 139 */ _CFFI_OP(_CFFI_OP_POINTER, 393), // kvx_event *
-/* 140 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 141 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
-/* 142 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 143 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 144 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 145 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 133 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_register_args const *, kvx_region_info *, kvx_mem_why *)
+/* 134 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 135 */ _CFFI_OP(_CFFI_OP_POINTER, 432), // kvx_register_args const *
+/* 136 */ _CFFI_OP(_CFFI_OP_NOOP, 130),
+/* 137 */ _CFFI_OP(_CFFI_OP_NOOP, 125),
+/* 138 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 139 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, kvx_submit_args const *, kvx_segment const *, uint64_t *, int *, kvx_event *)
+/* 140 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 141 */ _CFFI_OP(_CFFI_OP_POINTER, 436), // kvx_submit_args const *
+/* 142 */ _CFFI_OP(_CFFI_OP_POINTER, 434), // kvx_segment const *
+/* 143 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 144 */ _CFFI_OP(_CFFI_OP_POINTER, 4), // int *
+/* 145 */ _CFFI_OP(_CFFI_OP_POINTER, 426), // kvx_event *
 /* 146 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 147 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint8_t const *, uint64_t *, uint64_t *)
-/* 148 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 147 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char *, char *)
+/* 148 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
 /* 149 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 151 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t const *
-/* 152 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 153 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 154 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 155 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
-/* 156 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 157 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 158 */ _CFFI_OP(_CFFI_OP_POINTER, 406), // kvx_transport_info *
-/* 159 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 160 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
-/* 161 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 162 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 150 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 151 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 152 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 153 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, char const *, uint8_t const *, uint64_t *, uint64_t *)
+/* 154 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 155 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 156 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 157 */ _CFFI_OP(_CFFI_OP_POINTER, 441), // uint8_t const *
+/* 158 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 159 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 160 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 161 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, kvx_transport_info *)
+/* 162 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
 /* 163 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 164 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 165 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
-/* 166 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 167 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 168 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 169 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 170 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
-/* 171 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 172 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 173 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 174 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
-/* 175 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 176 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 177 */ _CFFI_OP(_CFFI_OP_POINTER, 395), // kvx_import_info *
-/* 178 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
-/* 180 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 181 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 182 */ _CFFI_OP(_CFFI_OP_POINTER, 399), // kvx_remote const *
-/* 183 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 184 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 186 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
-/* 187 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 188 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 189 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 190 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
-/* 192 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 193 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 195 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 164 */ _CFFI_OP(_CFFI_OP_POINTER, 440), // kvx_transport_info *
+/* 165 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 166 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint32_t)
+/* 167 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 168 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 169 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 170 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 171 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint32_t, uint64_t)
+/* 172 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 173 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 174 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 175 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 176 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t)
+/* 177 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 178 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 179 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 180 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_import_info *)
+/* 181 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 182 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 183 */ _CFFI_OP(_CFFI_OP_POINTER, 428), // kvx_import_info *
+/* 184 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 185 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, kvx_remote const *, uint64_t *, uint64_t *)
+/* 186 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 187 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 188 */ _CFFI_OP(_CFFI_OP_POINTER, 433), // kvx_remote const *
+/* 189 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 190 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 191 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 192 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t)
+/* 193 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 194 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 195 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 196 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
-/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 197 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint32_t, uint64_t *)
+/* 198 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
 /* 199 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 200 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 201 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 202 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
-/* 203 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 204 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 200 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 201 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 202 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 203 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t *)
+/* 204 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
 /* 205 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 206 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 207 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 208 */ _CFFI_OP(_CFFI_OP_POINTER, 394), // kvx_grant_info *
-/* 209 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 210 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
-/* 211 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
+/* 206 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 207 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 208 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_grant_info *)
+/* 209 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 210 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 211 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
 /* 212 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 213 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 214 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 215 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 216 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 119),
-/* 218 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 219 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
-/* 220 */ _CFFI_OP(_CFFI_OP_POINTER, 391), // kvx_engine const *
-/* 221 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 222 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
-/* 223 */ _CFFI_OP(_CFFI_OP_POINTER, 392), // kvx_engine_config const *
-/* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 116), // kvx_engine * *
-/* 225 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 226 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 213 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 214 */ _CFFI_OP(_CFFI_OP_POINTER, 427), // kvx_grant_info *
+/* 215 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 216 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, uint64_t, uint32_t, kvx_part const *, uint32_t, uint64_t const *, uint32_t, kvx_grant_info *)
+/* 217 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 218 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 219 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 220 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 221 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 222 */ _CFFI_OP(_CFFI_OP_POINTER, 430), // kvx_part const *
+/* 223 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 224 */ _CFFI_OP(_CFFI_OP_POINTER, 57), // uint64_t const *
+/* 225 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 226 */ _CFFI_OP(_CFFI_OP_NOOP, 214),
 /* 227 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
-/* 229 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space *
+/* 228 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine *, uint64_t, uint64_t, void *, uint64_t, uint32_t, kvx_mem_why *)
+/* 229 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
 /* 230 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 231 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 232 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
-/* 233 */ _CFFI_OP(_CFFI_OP_NOOP, 229),
-/* 234 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 235 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 236 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 237 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 238 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
-/* 239 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 241 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 242 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 244 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
-/* 245 */ _CFFI_OP(_CFFI_OP_POINTER, 386), // kvx_ascend_op const *
-/* 246 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
-/* 248 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 249 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 250 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
-/* 251 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 252 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
-/* 253 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
-/* 254 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 255 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 256 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
-/* 257 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 258 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 259 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 260 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
-/* 261 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 262 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 263 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 264 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 265 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 266 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 267 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 268 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 269 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
-/* 270 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
-/* 271 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 272 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 273 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 274 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 275 */ _CFFI_OP(_CFFI_OP_POINTER, 56), // kvx_ascend_where *
-/* 276 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
-/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 279 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
-/* 280 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION, 380), // int64_t()(kvx_engine *, uint64_t)
-/* 282 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 283 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 284 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 285 */ _CFFI_OP(_CFFI_OP_FUNCTION, 382), // kvx_ascend_api const *()(char *, size_t)
-/* 286 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
-/* 287 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
-/* 288 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 289 */ _CFFI_OP(_CFFI_OP_FUNCTION, 388), // kvx_counters const *()(kvx_engine const *)
-/* 290 */ _CFFI_OP(_CFFI_OP_NOOP, 220),
-/* 291 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 292 */ _CFFI_OP(_CFFI_OP_FUNCTION, 229), // kvx_space *()(uint64_t)
-/* 293 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 294 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 295 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
-/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 297 */ _CFFI_OP(_CFFI_OP_NOOP, 139),
-/* 298 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 300 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
-/* 301 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 302 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 303 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 304 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 305 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
-/* 306 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
-/* 307 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 308 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 309 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 310 */ _CFFI_OP(_CFFI_OP_FUNCTION, 57), // uint64_t()(kvx_engine *, uint64_t)
-/* 311 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 312 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 313 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_engine *)
-/* 315 */ _CFFI_OP(_CFFI_OP_NOOP, 116),
-/* 316 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space *)
-/* 318 */ _CFFI_OP(_CFFI_OP_NOOP, 229),
-/* 319 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
-/* 321 */ _CFFI_OP(_CFFI_OP_POINTER, 401), // kvx_space const *
-/* 322 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 323 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
-/* 324 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 231 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 232 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 233 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 234 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 235 */ _CFFI_OP(_CFFI_OP_NOOP, 125),
+/* 236 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 237 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine const *)
+/* 238 */ _CFFI_OP(_CFFI_OP_POINTER, 424), // kvx_engine const *
+/* 239 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 240 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_engine_config const *, kvx_engine * *, char *, size_t)
+/* 241 */ _CFFI_OP(_CFFI_OP_POINTER, 425), // kvx_engine_config const *
+/* 242 */ _CFFI_OP(_CFFI_OP_POINTER, 122), // kvx_engine * *
+/* 243 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 244 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 245 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 246 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_part const *, uint32_t, uint64_t const *, uint32_t, uint64_t, kvx_blocks * *)
+/* 247 */ _CFFI_OP(_CFFI_OP_NOOP, 222),
+/* 248 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 249 */ _CFFI_OP(_CFFI_OP_NOOP, 224),
+/* 250 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 251 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 252 */ _CFFI_OP(_CFFI_OP_POINTER, 341), // kvx_blocks * *
+/* 253 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 254 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t)
+/* 255 */ _CFFI_OP(_CFFI_OP_POINTER, 435), // kvx_space *
+/* 256 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 257 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 258 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(kvx_space *, uint64_t, uint64_t, uint64_t *)
+/* 259 */ _CFFI_OP(_CFFI_OP_NOOP, 255),
+/* 260 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 261 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 262 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 263 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 264 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(uint32_t)
+/* 265 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 266 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 267 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 268 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 269 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 270 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 1),
+/* 271 */ _CFFI_OP(_CFFI_OP_POINTER, 417), // kvx_ascend_op const *
+/* 272 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 273 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 274 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 275 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 276 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, char const *, int32_t, uint32_t *)
+/* 277 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 278 */ _CFFI_OP(_CFFI_OP_NOOP, 18),
+/* 279 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 21),
+/* 280 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 281 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 282 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, uint32_t *)
+/* 283 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 284 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 285 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 286 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint32_t *)
+/* 287 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 288 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 289 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 290 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 291 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 292 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 293 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 294 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 295 */ _CFFI_OP(_CFFI_OP_NOOP, 56),
+/* 296 */ _CFFI_OP(_CFFI_OP_NOOP, 27),
+/* 297 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 298 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 299 */ _CFFI_OP(_CFFI_OP_FUNCTION, 4), // int()(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 300 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 301 */ _CFFI_OP(_CFFI_OP_POINTER, 56), // kvx_ascend_where *
+/* 302 */ _CFFI_OP(_CFFI_OP_NOOP, 13),
+/* 303 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 304 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 305 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 306 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 307 */ _CFFI_OP(_CFFI_OP_FUNCTION, 411), // int64_t()(kvx_engine *, uint64_t)
+/* 308 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 309 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 310 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 311 */ _CFFI_OP(_CFFI_OP_FUNCTION, 413), // kvx_ascend_api const *()(char *, size_t)
+/* 312 */ _CFFI_OP(_CFFI_OP_NOOP, 9),
+/* 313 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 28),
+/* 314 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 315 */ _CFFI_OP(_CFFI_OP_FUNCTION, 421), // kvx_counters const *()(kvx_engine const *)
+/* 316 */ _CFFI_OP(_CFFI_OP_NOOP, 238),
+/* 317 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 318 */ _CFFI_OP(_CFFI_OP_FUNCTION, 255), // kvx_space *()(uint64_t)
+/* 319 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 320 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 321 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, kvx_event *, uint32_t)
+/* 322 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 323 */ _CFFI_OP(_CFFI_OP_NOOP, 145),
+/* 324 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
 /* 325 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 326 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t)
-/* 327 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 328 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 329 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint64_t, uint64_t)
-/* 330 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 331 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 332 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 333 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
-/* 334 */ _CFFI_OP(_CFFI_OP_NOOP, 151),
-/* 335 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 336 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 337 */ _CFFI_OP(_CFFI_OP_POINTER, 407), // uint8_t *
-/* 338 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION, 412), // void()(void *, void const *, uint64_t, uint64_t)
-/* 340 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
-/* 341 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
-/* 342 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 343 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
-/* 344 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
-/* 345 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
-/* 346 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
-/* 347 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[256]
-/* 348 */ (_cffi_opcode_t)(256),
-/* 349 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[32]
-/* 350 */ (_cffi_opcode_t)(32),
-/* 351 */ _CFFI_OP(_CFFI_OP_ARRAY, 346), // char[64]
-/* 352 */ (_cffi_opcode_t)(64),
-/* 353 */ _CFFI_OP(_CFFI_OP_ARRAY, 349), // char[8][32]
-/* 354 */ (_cffi_opcode_t)(8),
-/* 355 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t *, uint32_t *)
-/* 356 */ _CFFI_OP(_CFFI_OP_POINTER, 16), // int(*)(int32_t, char const *, int32_t, uint32_t *)
-/* 357 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
-/* 358 */ _CFFI_OP(_CFFI_OP_POINTER, 32), // int(*)(int32_t, char const *, uint32_t *)
-/* 359 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // int(*)(int32_t, char const *, void * *, uint32_t *)
-/* 360 */ _CFFI_OP(_CFFI_OP_POINTER, 43), // int(*)(int32_t, int32_t *, uint32_t *)
-/* 361 */ _CFFI_OP(_CFFI_OP_POINTER, 48), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
-/* 362 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
-/* 363 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
-/* 364 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint32_t *)
-/* 365 */ _CFFI_OP(_CFFI_OP_POINTER, 71), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
-/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 77), // int(*)(int32_t, void * *, uint32_t *)
-/* 367 */ _CFFI_OP(_CFFI_OP_POINTER, 82), // int(*)(int32_t, void *, _Bool, uint32_t *)
-/* 368 */ _CFFI_OP(_CFFI_OP_POINTER, 88), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
-/* 369 */ _CFFI_OP(_CFFI_OP_POINTER, 95), // int(*)(int32_t, void *, uint32_t *)
-/* 370 */ _CFFI_OP(_CFFI_OP_POINTER, 100), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
-/* 371 */ _CFFI_OP(_CFFI_OP_POINTER, 108), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
-/* 372 */ _CFFI_OP(_CFFI_OP_POINTER, 241), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
-/* 373 */ _CFFI_OP(_CFFI_OP_POINTER, 250), // int(*)(void *, char const *, int32_t, uint32_t *)
-/* 374 */ _CFFI_OP(_CFFI_OP_POINTER, 256), // int(*)(void *, uint32_t *)
-/* 375 */ _CFFI_OP(_CFFI_OP_POINTER, 260), // int(*)(void *, void *, uint32_t *)
-/* 376 */ _CFFI_OP(_CFFI_OP_POINTER, 265), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
-/* 377 */ _CFFI_OP(_CFFI_OP_POINTER, 273), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
-/* 378 */ _CFFI_OP(_CFFI_OP_ARRAY, 17), // int32_t[3]
-/* 379 */ (_cffi_opcode_t)(3),
-/* 380 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
-/* 381 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
-/* 382 */ _CFFI_OP(_CFFI_OP_POINTER, 383), // kvx_ascend_api const *
-/* 383 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
-/* 384 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
-/* 385 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
-/* 386 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
-/* 387 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
-/* 388 */ _CFFI_OP(_CFFI_OP_POINTER, 389), // kvx_counters const *
-/* 389 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_counters
-/* 390 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_device_info
-/* 391 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_engine
-/* 392 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_engine_config
-/* 393 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_event
-/* 394 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_grant_info
-/* 395 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_import_info
-/* 396 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_mem_why
-/* 397 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_region_info
-/* 398 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_register_args
-/* 399 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_remote
-/* 400 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_segment
-/* 401 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_space
-/* 402 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_submit_args
-/* 403 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_transport_counters
-/* 404 */ _CFFI_OP(_CFFI_OP_ARRAY, 403), // kvx_transport_counters[8]
-/* 405 */ (_cffi_opcode_t)(8),
-/* 406 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_transport_info
-/* 407 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
-/* 408 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[16]
-/* 409 */ (_cffi_opcode_t)(16),
-/* 410 */ _CFFI_OP(_CFFI_OP_ARRAY, 407), // uint8_t[32]
-/* 411 */ (_cffi_opcode_t)(32),
-/* 412 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
+/* 326 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(kvx_engine *, uint32_t, uint32_t)
+/* 327 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 328 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 329 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 330 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 331 */ _CFFI_OP(_CFFI_OP_FUNCTION, 1), // uint32_t()(uint32_t, void const *, uint64_t)
+/* 332 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 22),
+/* 333 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 334 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 335 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 336 */ _CFFI_OP(_CFFI_OP_FUNCTION, 57), // uint64_t()(kvx_engine *, uint64_t)
+/* 337 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 338 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 339 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 340 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(kvx_blocks *)
+/* 341 */ _CFFI_OP(_CFFI_OP_POINTER, 419), // kvx_blocks *
+/* 342 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 343 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(kvx_engine *)
+/* 344 */ _CFFI_OP(_CFFI_OP_NOOP, 122),
+/* 345 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 346 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(kvx_space *)
+/* 347 */ _CFFI_OP(_CFFI_OP_NOOP, 255),
+/* 348 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 349 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(kvx_space const *, uint64_t *, uint64_t *, uint32_t *)
+/* 350 */ _CFFI_OP(_CFFI_OP_POINTER, 435), // kvx_space const *
+/* 351 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 352 */ _CFFI_OP(_CFFI_OP_NOOP, 73),
+/* 353 */ _CFFI_OP(_CFFI_OP_NOOP, 14),
+/* 354 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 355 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(uint64_t)
+/* 356 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 357 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 358 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(uint64_t, uint64_t)
+/* 359 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 360 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 361 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 362 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(uint8_t const *, void const *, uint64_t, uint8_t *)
+/* 363 */ _CFFI_OP(_CFFI_OP_NOOP, 157),
+/* 364 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 365 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 366 */ _CFFI_OP(_CFFI_OP_POINTER, 441), // uint8_t *
+/* 367 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 368 */ _CFFI_OP(_CFFI_OP_FUNCTION, 446), // void()(void *, void const *, uint64_t, uint64_t)
+/* 369 */ _CFFI_OP(_CFFI_OP_NOOP, 64),
+/* 370 */ _CFFI_OP(_CFFI_OP_NOOP, 111),
+/* 371 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 372 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 24),
+/* 373 */ _CFFI_OP(_CFFI_OP_FUNCTION_END, 0),
+/* 374 */ _CFFI_OP(_CFFI_OP_POINTER, 6), // char const *(*)(void)
+/* 375 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 2), // char
+/* 376 */ _CFFI_OP(_CFFI_OP_ARRAY, 375), // char[256]
+/* 377 */ (_cffi_opcode_t)(256),
+/* 378 */ _CFFI_OP(_CFFI_OP_ARRAY, 375), // char[32]
+/* 379 */ (_cffi_opcode_t)(32),
+/* 380 */ _CFFI_OP(_CFFI_OP_ARRAY, 375), // char[512]
+/* 381 */ (_cffi_opcode_t)(512),
+/* 382 */ _CFFI_OP(_CFFI_OP_ARRAY, 375), // char[64]
+/* 383 */ (_cffi_opcode_t)(64),
+/* 384 */ _CFFI_OP(_CFFI_OP_ARRAY, 378), // char[8][32]
+/* 385 */ (_cffi_opcode_t)(8),
+/* 386 */ _CFFI_OP(_CFFI_OP_POINTER, 12), // int(*)(int32_t *, uint32_t *)
+/* 387 */ _CFFI_OP(_CFFI_OP_POINTER, 16), // int(*)(int32_t, char const *, int32_t, uint32_t *)
+/* 388 */ _CFFI_OP(_CFFI_OP_POINTER, 22), // int(*)(int32_t, char const *, kvx_ascend_option const *, uint32_t, void * *, uint32_t *, char *, size_t)
+/* 389 */ _CFFI_OP(_CFFI_OP_POINTER, 32), // int(*)(int32_t, char const *, uint32_t *)
+/* 390 */ _CFFI_OP(_CFFI_OP_POINTER, 37), // int(*)(int32_t, char const *, void * *, uint32_t *)
+/* 391 */ _CFFI_OP(_CFFI_OP_POINTER, 43), // int(*)(int32_t, int32_t *, uint32_t *)
+/* 392 */ _CFFI_OP(_CFFI_OP_POINTER, 48), // int(*)(int32_t, int32_t, int32_t *, uint32_t *)
+/* 393 */ _CFFI_OP(_CFFI_OP_POINTER, 54), // int(*)(int32_t, kvx_ascend_where, uint64_t, void * *, uint32_t *)
+/* 394 */ _CFFI_OP(_CFFI_OP_POINTER, 61), // int(*)(int32_t, kvx_ascend_where, void *, uint32_t *)
+/* 395 */ _CFFI_OP(_CFFI_OP_POINTER, 67), // int(*)(int32_t, uint32_t *)
+/* 396 */ _CFFI_OP(_CFFI_OP_POINTER, 71), // int(*)(int32_t, uint64_t *, uint64_t *, uint32_t *)
+/* 397 */ _CFFI_OP(_CFFI_OP_POINTER, 77), // int(*)(int32_t, void * *, uint32_t *)
+/* 398 */ _CFFI_OP(_CFFI_OP_POINTER, 82), // int(*)(int32_t, void *, _Bool, uint32_t *)
+/* 399 */ _CFFI_OP(_CFFI_OP_POINTER, 88), // int(*)(int32_t, void *, kvx_ascend_copy const *, uint32_t, uint32_t *)
+/* 400 */ _CFFI_OP(_CFFI_OP_POINTER, 95), // int(*)(int32_t, void *, uint32_t *)
+/* 401 */ _CFFI_OP(_CFFI_OP_POINTER, 100), // int(*)(int32_t, void *, uint64_t, int32_t, char *, uint32_t *)
+/* 402 */ _CFFI_OP(_CFFI_OP_POINTER, 108), // int(*)(int32_t, void *, void const *, uint64_t, uint32_t *)
+/* 403 */ _CFFI_OP(_CFFI_OP_POINTER, 267), // int(*)(void *, char const *, _Bool, kvx_ascend_op const *, uint32_t, void * *, uint32_t *)
+/* 404 */ _CFFI_OP(_CFFI_OP_POINTER, 276), // int(*)(void *, char const *, int32_t, uint32_t *)
+/* 405 */ _CFFI_OP(_CFFI_OP_POINTER, 282), // int(*)(void *, uint32_t *)
+/* 406 */ _CFFI_OP(_CFFI_OP_POINTER, 286), // int(*)(void *, void *, uint32_t *)
+/* 407 */ _CFFI_OP(_CFFI_OP_POINTER, 291), // int(*)(void *, void *, uint64_t, kvx_ascend_where, void * *, uint32_t *)
+/* 408 */ _CFFI_OP(_CFFI_OP_POINTER, 299), // int(*)(void const *, kvx_ascend_where *, int32_t *, uint64_t *, uint64_t *, uint32_t *)
+/* 409 */ _CFFI_OP(_CFFI_OP_ARRAY, 17), // int32_t[3]
+/* 410 */ (_cffi_opcode_t)(3),
+/* 411 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 23), // int64_t
+/* 412 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 0), // kvx_alloc_args
+/* 413 */ _CFFI_OP(_CFFI_OP_POINTER, 414), // kvx_ascend_api const *
+/* 414 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 1), // kvx_ascend_api
+/* 415 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 2), // kvx_ascend_copy
+/* 416 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 3), // kvx_ascend_facts
+/* 417 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 4), // kvx_ascend_op
+/* 418 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 5), // kvx_ascend_option
+/* 419 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 6), // kvx_blocks
+/* 420 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 7), // kvx_blocks_cursor
+/* 421 */ _CFFI_OP(_CFFI_OP_POINTER, 422), // kvx_counters const *
+/* 422 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 8), // kvx_counters
+/* 423 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 9), // kvx_device_info
+/* 424 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 10), // kvx_engine
+/* 425 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 11), // kvx_engine_config
+/* 426 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 12), // kvx_event
+/* 427 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 13), // kvx_grant_info
+/* 428 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 14), // kvx_import_info
+/* 429 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 15), // kvx_mem_why
+/* 430 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 16), // kvx_part
+/* 431 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 17), // kvx_region_info
+/* 432 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 18), // kvx_register_args
+/* 433 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 19), // kvx_remote
+/* 434 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 20), // kvx_segment
+/* 435 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 21), // kvx_space
+/* 436 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 22), // kvx_submit_args
+/* 437 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 23), // kvx_transport_counters
+/* 438 */ _CFFI_OP(_CFFI_OP_ARRAY, 437), // kvx_transport_counters[8]
+/* 439 */ (_cffi_opcode_t)(8),
+/* 440 */ _CFFI_OP(_CFFI_OP_STRUCT_UNION, 24), // kvx_transport_info
+/* 441 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 18), // uint8_t
+/* 442 */ _CFFI_OP(_CFFI_OP_ARRAY, 441), // uint8_t[16]
+/* 443 */ (_cffi_opcode_t)(16),
+/* 444 */ _CFFI_OP(_CFFI_OP_ARRAY, 441), // uint8_t[32]
+/* 445 */ (_cffi_opcode_t)(32),
+/* 446 */ _CFFI_OP(_CFFI_OP_PRIMITIVE, 0), // void
 };
 
 static int _cffi_const_KVX_ASCEND_HOST(unsigned long long *o)
@@ -1061,7 +1095,7 @@ _cffi_f_kvx_ascend_get(PyObject *self, PyObject *args)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(382));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(413));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1129,6 +1163,189 @@ _cffi_f_kvx_ascend_status(PyObject *self, PyObject *arg0)
 #  define _cffi_f_kvx_ascend_status _cffi_d_kvx_ascend_status
 #endif
 
+static int _cffi_d_kvx_blocks_cover(kvx_blocks const * x0, kvx_blocks_cursor * x1, uint64_t x2, uint64_t x3)
+{
+  return kvx_blocks_cover(x0, x1, x2, x3);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_blocks_cover(PyObject *self, PyObject *args)
+{
+  kvx_blocks const * x0;
+  kvx_blocks_cursor * x1;
+  uint64_t x2;
+  uint64_t x3;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+
+  if (!PyArg_UnpackTuple(args, "kvx_blocks_cover", 4, 4, &arg0, &arg1, &arg2, &arg3))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(116), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_blocks const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(117), arg1, (char **)&x1);
+  if (datasize != 0) {
+    x1 = ((size_t)datasize) <= 640 ? (kvx_blocks_cursor *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(117), arg1, (char **)&x1,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x2 = _cffi_to_c_int(arg2, uint64_t);
+  if (x2 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x3 = _cffi_to_c_int(arg3, uint64_t);
+  if (x3 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_blocks_cover(x0, x1, x2, x3); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_blocks_cover _cffi_d_kvx_blocks_cover
+#endif
+
+static void _cffi_d_kvx_blocks_free(kvx_blocks * x0)
+{
+  kvx_blocks_free(x0);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_blocks_free(PyObject *self, PyObject *arg0)
+{
+  kvx_blocks * x0;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(341), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_blocks *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(341), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { kvx_blocks_free(x0); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+#else
+#  define _cffi_f_kvx_blocks_free _cffi_d_kvx_blocks_free
+#endif
+
+static int _cffi_d_kvx_blocks_new(kvx_part const * x0, uint32_t x1, uint64_t const * x2, uint32_t x3, uint64_t x4, kvx_blocks * * x5)
+{
+  return kvx_blocks_new(x0, x1, x2, x3, x4, x5);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_blocks_new(PyObject *self, PyObject *args)
+{
+  kvx_part const * x0;
+  uint32_t x1;
+  uint64_t const * x2;
+  uint32_t x3;
+  uint64_t x4;
+  kvx_blocks * * x5;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+  PyObject *arg4;
+  PyObject *arg5;
+
+  if (!PyArg_UnpackTuple(args, "kvx_blocks_new", 6, 6, &arg0, &arg1, &arg2, &arg3, &arg4, &arg5))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(222), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_part const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(222), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint32_t);
+  if (x1 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(224), arg2, (char **)&x2);
+  if (datasize != 0) {
+    x2 = ((size_t)datasize) <= 640 ? (uint64_t const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(224), arg2, (char **)&x2,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x3 = _cffi_to_c_int(arg3, uint32_t);
+  if (x3 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x4 = _cffi_to_c_int(arg4, uint64_t);
+  if (x4 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(252), arg5, (char **)&x5);
+  if (datasize != 0) {
+    x5 = ((size_t)datasize) <= 640 ? (kvx_blocks * *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(252), arg5, (char **)&x5,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_blocks_new(x0, x1, x2, x3, x4, x5); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_blocks_new _cffi_d_kvx_blocks_new
+#endif
+
 static int _cffi_d_kvx_cancel(kvx_engine * x0, uint64_t x1)
 {
   return kvx_cancel(x0, x1);
@@ -1150,10 +1367,10 @@ _cffi_f_kvx_cancel(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1200,10 +1417,10 @@ _cffi_f_kvx_choice_count(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1373,10 +1590,10 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1386,19 +1603,19 @@ _cffi_f_kvx_device_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(118), arg2, (char **)&x2);
+      _cffi_type(124), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_device_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(118), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(124), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg3, (char **)&x3);
+      _cffi_type(125), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1479,10 +1696,10 @@ _cffi_f_kvx_engine_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1517,10 +1734,10 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(220), arg0, (char **)&x0);
+      _cffi_type(238), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(220), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(238), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1532,7 +1749,7 @@ _cffi_f_kvx_engine_counters(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(388));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(421));
   if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
   return pyresult;
 }
@@ -1563,19 +1780,19 @@ _cffi_f_kvx_engine_drain(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(139), arg1, (char **)&x1);
+      _cffi_type(145), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(139), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(145), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1614,10 +1831,10 @@ _cffi_f_kvx_engine_fd(PyObject *self, PyObject *arg0)
   PyObject *pyresult;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(220), arg0, (char **)&x0);
+      _cffi_type(238), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(220), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(238), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1662,19 +1879,19 @@ _cffi_f_kvx_engine_open(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(223), arg0, (char **)&x0);
+      _cffi_type(241), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine_config const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(223), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(241), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(224), arg1, (char **)&x1);
+      _cffi_type(242), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_engine * *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(224), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(242), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1730,10 +1947,10 @@ _cffi_f_kvx_engine_step(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1774,10 +1991,10 @@ _cffi_f_kvx_engine_stop(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1818,10 +2035,10 @@ _cffi_f_kvx_grant_attached(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1874,10 +2091,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1899,10 +2116,10 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(208), arg5, (char **)&x5);
+      _cffi_type(214), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(208), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(214), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -1920,6 +2137,117 @@ _cffi_f_kvx_grant_create(PyObject *self, PyObject *args)
 }
 #else
 #  define _cffi_f_kvx_grant_create _cffi_d_kvx_grant_create
+#endif
+
+static int _cffi_d_kvx_grant_create_blocks(kvx_engine * x0, uint64_t x1, uint64_t x2, uint64_t x3, uint32_t x4, kvx_part const * x5, uint32_t x6, uint64_t const * x7, uint32_t x8, kvx_grant_info * x9)
+{
+  return kvx_grant_create_blocks(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9);
+}
+#ifndef PYPY_VERSION
+static PyObject *
+_cffi_f_kvx_grant_create_blocks(PyObject *self, PyObject *args)
+{
+  kvx_engine * x0;
+  uint64_t x1;
+  uint64_t x2;
+  uint64_t x3;
+  uint32_t x4;
+  kvx_part const * x5;
+  uint32_t x6;
+  uint64_t const * x7;
+  uint32_t x8;
+  kvx_grant_info * x9;
+  Py_ssize_t datasize;
+  struct _cffi_freeme_s *large_args_free = NULL;
+  int result;
+  PyObject *pyresult;
+  PyObject *arg0;
+  PyObject *arg1;
+  PyObject *arg2;
+  PyObject *arg3;
+  PyObject *arg4;
+  PyObject *arg5;
+  PyObject *arg6;
+  PyObject *arg7;
+  PyObject *arg8;
+  PyObject *arg9;
+
+  if (!PyArg_UnpackTuple(args, "kvx_grant_create_blocks", 10, 10, &arg0, &arg1, &arg2, &arg3, &arg4, &arg5, &arg6, &arg7, &arg8, &arg9))
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(122), arg0, (char **)&x0);
+  if (datasize != 0) {
+    x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x1 = _cffi_to_c_int(arg1, uint64_t);
+  if (x1 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x2 = _cffi_to_c_int(arg2, uint64_t);
+  if (x2 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x3 = _cffi_to_c_int(arg3, uint64_t);
+  if (x3 == (uint64_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  x4 = _cffi_to_c_int(arg4, uint32_t);
+  if (x4 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(222), arg5, (char **)&x5);
+  if (datasize != 0) {
+    x5 = ((size_t)datasize) <= 640 ? (kvx_part const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(222), arg5, (char **)&x5,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x6 = _cffi_to_c_int(arg6, uint32_t);
+  if (x6 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(224), arg7, (char **)&x7);
+  if (datasize != 0) {
+    x7 = ((size_t)datasize) <= 640 ? (uint64_t const *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(224), arg7, (char **)&x7,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  x8 = _cffi_to_c_int(arg8, uint32_t);
+  if (x8 == (uint32_t)-1 && PyErr_Occurred())
+    return NULL;
+
+  datasize = _cffi_prepare_pointer_call_argument(
+      _cffi_type(214), arg9, (char **)&x9);
+  if (datasize != 0) {
+    x9 = ((size_t)datasize) <= 640 ? (kvx_grant_info *)alloca((size_t)datasize) : NULL;
+    if (_cffi_convert_array_argument(_cffi_type(214), arg9, (char **)&x9,
+            datasize, &large_args_free) < 0)
+      return NULL;
+  }
+
+  Py_BEGIN_ALLOW_THREADS
+  _cffi_restore_errno();
+  { result = kvx_grant_create_blocks(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9); }
+  _cffi_save_errno();
+  Py_END_ALLOW_THREADS
+
+  (void)self; /* unused */
+  pyresult = _cffi_from_c_int(result, int);
+  if (large_args_free != NULL) _cffi_free_array_arguments(large_args_free);
+  return pyresult;
+}
+#else
+#  define _cffi_f_kvx_grant_create_blocks _cffi_d_kvx_grant_create_blocks
 #endif
 
 static int _cffi_d_kvx_grant_revoke(kvx_engine * x0, uint64_t x1, uint64_t * x2)
@@ -1945,10 +2273,10 @@ _cffi_f_kvx_grant_revoke(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2004,10 +2332,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2017,10 +2345,10 @@ _cffi_f_kvx_import_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(177), arg2, (char **)&x2);
+      _cffi_type(183), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_import_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(177), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(183), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2061,10 +2389,10 @@ _cffi_f_kvx_import_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2111,10 +2439,10 @@ _cffi_f_kvx_import_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2165,10 +2493,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(151), arg0, (char **)&x0);
+      _cffi_type(157), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(151), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(157), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2187,10 +2515,10 @@ _cffi_f_kvx_mac(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(337), arg3, (char **)&x3);
+      _cffi_type(366), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(337), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(366), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2235,37 +2563,37 @@ _cffi_f_kvx_mem_alloc(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(123), arg1, (char **)&x1);
+      _cffi_type(129), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_alloc_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(123), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(124), arg2, (char **)&x2);
+      _cffi_type(130), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(124), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(130), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg3, (char **)&x3);
+      _cffi_type(125), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2316,10 +2644,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2350,10 +2678,10 @@ _cffi_f_kvx_mem_copy(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg6, (char **)&x6);
+      _cffi_type(125), arg6, (char **)&x6);
   if (datasize != 0) {
     x6 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg6, (char **)&x6,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg6, (char **)&x6,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2400,10 +2728,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2413,10 +2741,10 @@ _cffi_f_kvx_mem_import(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(182), arg2, (char **)&x2);
+      _cffi_type(188), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_remote const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(182), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(188), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2479,37 +2807,37 @@ _cffi_f_kvx_mem_register(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(129), arg1, (char **)&x1);
+      _cffi_type(135), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_register_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(129), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(135), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(124), arg2, (char **)&x2);
+      _cffi_type(130), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_region_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(124), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(130), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(119), arg3, (char **)&x3);
+      _cffi_type(125), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (kvx_mem_why *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(119), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(125), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2552,10 +2880,10 @@ _cffi_f_kvx_mem_release(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2679,10 +3007,10 @@ _cffi_f_kvx_mem_viewed(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2742,10 +3070,10 @@ _cffi_f_kvx_note(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2796,10 +3124,10 @@ _cffi_f_kvx_peer_close(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2861,10 +3189,10 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2883,10 +3211,10 @@ _cffi_f_kvx_peer_connect(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(151), arg3, (char **)&x3);
+      _cffi_type(157), arg3, (char **)&x3);
   if (datasize != 0) {
     x3 = ((size_t)datasize) <= 640 ? (uint8_t const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(151), arg3, (char **)&x3,
+    if (_cffi_convert_array_argument(_cffi_type(157), arg3, (char **)&x3,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2945,10 +3273,10 @@ _cffi_f_kvx_progress(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -2985,10 +3313,10 @@ _cffi_f_kvx_space_close(PyObject *self, PyObject *arg0)
   struct _cffi_freeme_s *large_args_free = NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(229), arg0, (char **)&x0);
+      _cffi_type(255), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(255), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3029,10 +3357,10 @@ _cffi_f_kvx_space_give(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(229), arg0, (char **)&x0);
+      _cffi_type(255), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(255), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3079,7 +3407,7 @@ _cffi_f_kvx_space_open(PyObject *self, PyObject *arg0)
   Py_END_ALLOW_THREADS
 
   (void)self; /* unused */
-  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(229));
+  pyresult = _cffi_from_c_pointer((char *)result, _cffi_type(255));
   return pyresult;
 }
 #else
@@ -3109,10 +3437,10 @@ _cffi_f_kvx_space_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(321), arg0, (char **)&x0);
+      _cffi_type(350), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(321), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(350), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3184,10 +3512,10 @@ _cffi_f_kvx_space_take(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(229), arg0, (char **)&x0);
+      _cffi_type(255), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_space *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(229), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(255), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3283,28 +3611,28 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(135), arg1, (char **)&x1);
+      _cffi_type(141), arg1, (char **)&x1);
   if (datasize != 0) {
     x1 = ((size_t)datasize) <= 640 ? (kvx_submit_args const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(135), arg1, (char **)&x1,
+    if (_cffi_convert_array_argument(_cffi_type(141), arg1, (char **)&x1,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(136), arg2, (char **)&x2);
+      _cffi_type(142), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_segment const *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(136), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(142), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3319,19 +3647,19 @@ _cffi_f_kvx_submit(PyObject *self, PyObject *args)
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(138), arg4, (char **)&x4);
+      _cffi_type(144), arg4, (char **)&x4);
   if (datasize != 0) {
     x4 = ((size_t)datasize) <= 640 ? (int *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(138), arg4, (char **)&x4,
+    if (_cffi_convert_array_argument(_cffi_type(144), arg4, (char **)&x4,
             datasize, &large_args_free) < 0)
       return NULL;
   }
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(139), arg5, (char **)&x5);
+      _cffi_type(145), arg5, (char **)&x5);
   if (datasize != 0) {
     x5 = ((size_t)datasize) <= 640 ? (kvx_event *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(139), arg5, (char **)&x5,
+    if (_cffi_convert_array_argument(_cffi_type(145), arg5, (char **)&x5,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3374,10 +3702,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3387,10 +3715,10 @@ _cffi_f_kvx_transport_query(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(158), arg2, (char **)&x2);
+      _cffi_type(164), arg2, (char **)&x2);
   if (datasize != 0) {
     x2 = ((size_t)datasize) <= 640 ? (kvx_transport_info *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(158), arg2, (char **)&x2,
+    if (_cffi_convert_array_argument(_cffi_type(164), arg2, (char **)&x2,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3435,10 +3763,10 @@ _cffi_f_kvx_transport_unavailable(PyObject *self, PyObject *args)
     return NULL;
 
   datasize = _cffi_prepare_pointer_call_argument(
-      _cffi_type(116), arg0, (char **)&x0);
+      _cffi_type(122), arg0, (char **)&x0);
   if (datasize != 0) {
     x0 = ((size_t)datasize) <= 640 ? (kvx_engine *)alloca((size_t)datasize) : NULL;
-    if (_cffi_convert_array_argument(_cffi_type(116), arg0, (char **)&x0,
+    if (_cffi_convert_array_argument(_cffi_type(122), arg0, (char **)&x0,
             datasize, &large_args_free) < 0)
       return NULL;
   }
@@ -3611,6 +3939,15 @@ static int _cffi_const_KVX_ASCEND_TEXT_MAX(unsigned long long *o)
   int n = (KVX_ASCEND_TEXT_MAX) <= 0;
   *o = (unsigned long long)((KVX_ASCEND_TEXT_MAX) | 0);  /* check that KVX_ASCEND_TEXT_MAX is an integer */
   if (!_cffi_check_int(*o, n, 256U))
+    n |= 2;
+  return n;
+}
+
+static int _cffi_const_KVX_CAP_BLOCKS(unsigned long long *o)
+{
+  int n = (KVX_CAP_BLOCKS) <= 0;
+  *o = (unsigned long long)((KVX_CAP_BLOCKS) | 0);  /* check that KVX_CAP_BLOCKS is an integer */
+  if (!_cffi_check_int(*o, n, 1024U))
     n |= 2;
   return n;
 }
@@ -4011,6 +4348,15 @@ static int _cffi_const_KVX_OP_PUT(unsigned long long *o)
   return n;
 }
 
+static int _cffi_const_KVX_PARTS_MAX(unsigned long long *o)
+{
+  int n = (KVX_PARTS_MAX) <= 0;
+  *o = (unsigned long long)((KVX_PARTS_MAX) | 0);  /* check that KVX_PARTS_MAX is an integer */
+  if (!_cffi_check_int(*o, n, 4096U))
+    n |= 2;
+  return n;
+}
+
 static int _cffi_const_KVX_READ(unsigned long long *o)
 {
   int n = (KVX_READ) <= 0;
@@ -4223,6 +4569,16 @@ static void _cffi_checkfld__kvx_ascend_option(kvx_ascend_option *p)
 struct _cffi_align__kvx_ascend_option { char x; kvx_ascend_option y; };
 
 _CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_blocks_cursor(kvx_blocks_cursor *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->part) | 0);  /* check that 'kvx_blocks_cursor.part' is an integer */
+  (void)((p->block) | 0);  /* check that 'kvx_blocks_cursor.block' is an integer */
+}
+struct _cffi_align__kvx_blocks_cursor { char x; kvx_blocks_cursor y; };
+
+_CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_counters(kvx_counters *p)
 {
   /* only to generate compile-time warnings or errors */
@@ -4364,9 +4720,20 @@ static void _cffi_checkfld__kvx_mem_why(kvx_mem_why *p)
   (void)((p->base) | 0);  /* check that 'kvx_mem_why.base' is an integer */
   (void)((p->length) | 0);  /* check that 'kvx_mem_why.length' is an integer */
   (void)((p->required) | 0);  /* check that 'kvx_mem_why.required' is an integer */
-  { char(*tmp)[256] = &p->text; (void)tmp; }
+  { char(*tmp)[512] = &p->text; (void)tmp; }
 }
 struct _cffi_align__kvx_mem_why { char x; kvx_mem_why y; };
+
+_CFFI_UNUSED_FN
+static void _cffi_checkfld__kvx_part(kvx_part *p)
+{
+  /* only to generate compile-time warnings or errors */
+  (void)p;
+  (void)((p->base) | 0);  /* check that 'kvx_part.base' is an integer */
+  (void)((p->stride) | 0);  /* check that 'kvx_part.stride' is an integer */
+  (void)((p->length) | 0);  /* check that 'kvx_part.length' is an integer */
+}
+struct _cffi_align__kvx_part { char x; kvx_part y; };
 
 _CFFI_UNUSED_FN
 static void _cffi_checkfld__kvx_region_info(kvx_region_info *p)
@@ -4511,6 +4878,7 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_ASCEND_IPC_NOBODY", (void *)_cffi_const_KVX_ASCEND_IPC_NOBODY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_REGIONS_MAX", (void *)_cffi_const_KVX_ASCEND_REGIONS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_ASCEND_TEXT_MAX", (void *)_cffi_const_KVX_ASCEND_TEXT_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_CAP_BLOCKS", (void *)_cffi_const_KVX_CAP_BLOCKS, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_CHECK", (void *)_cffi_const_KVX_CAP_CHECK, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_ENCRYPTED", (void *)_cffi_const_KVX_CAP_ENCRYPTED, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_CAP_GET", (void *)_cffi_const_KVX_CAP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4555,6 +4923,7 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_OP_GET", (void *)_cffi_const_KVX_OP_GET, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_OP_NOTIFY", (void *)_cffi_const_KVX_OP_NOTIFY, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_OP_PUT", (void *)_cffi_const_KVX_OP_PUT, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
+  { "KVX_PARTS_MAX", (void *)_cffi_const_KVX_PARTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_READ", (void *)_cffi_const_KVX_READ, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_DEVICE", (void *)_cffi_const_KVX_REGION_DEVICE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_REGION_HUGE", (void *)_cffi_const_KVX_REGION_HUGE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
@@ -4567,50 +4936,54 @@ static const struct _cffi_global_s _cffi_globals[] = {
   { "KVX_SPACE_GRAIN", (void *)_cffi_const_KVX_SPACE_GRAIN, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_TRANSPORTS_MAX", (void *)_cffi_const_KVX_TRANSPORTS_MAX, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
   { "KVX_WRITE", (void *)_cffi_const_KVX_WRITE, _CFFI_OP(_CFFI_OP_CONSTANT_INT, -1), (void *)0 },
-  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 285), (void *)_cffi_d_kvx_ascend_get },
+  { "kvx_ascend_get", (void *)_cffi_f_kvx_ascend_get, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 311), (void *)_cffi_d_kvx_ascend_get },
   { "kvx_ascend_latches", (void *)_cffi_f_kvx_ascend_latches, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 0), (void *)_cffi_d_kvx_ascend_latches },
-  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 238), (void *)_cffi_d_kvx_ascend_status },
-  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_cancel },
-  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 160), (void *)_cffi_d_kvx_choice_count },
-  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 339), (void *)_cffi_d_kvx_copy },
-  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 305), (void *)_cffi_d_kvx_crc32c },
-  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 115), (void *)_cffi_d_kvx_device_query },
+  { "kvx_ascend_status", (void *)_cffi_f_kvx_ascend_status, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 264), (void *)_cffi_d_kvx_ascend_status },
+  { "kvx_blocks_cover", (void *)_cffi_f_kvx_blocks_cover, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 115), (void *)_cffi_d_kvx_blocks_cover },
+  { "kvx_blocks_free", (void *)_cffi_f_kvx_blocks_free, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 340), (void *)_cffi_d_kvx_blocks_free },
+  { "kvx_blocks_new", (void *)_cffi_f_kvx_blocks_new, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 246), (void *)_cffi_d_kvx_blocks_new },
+  { "kvx_cancel", (void *)_cffi_f_kvx_cancel, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 176), (void *)_cffi_d_kvx_cancel },
+  { "kvx_choice_count", (void *)_cffi_f_kvx_choice_count, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 166), (void *)_cffi_d_kvx_choice_count },
+  { "kvx_copy", (void *)_cffi_f_kvx_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 368), (void *)_cffi_d_kvx_copy },
+  { "kvx_crc32c", (void *)_cffi_f_kvx_crc32c, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 331), (void *)_cffi_d_kvx_crc32c },
+  { "kvx_device_query", (void *)_cffi_f_kvx_device_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_device_query },
   { "kvx_encryption_probe", (void *)_cffi_f_kvx_encryption_probe, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 8), (void *)_cffi_d_kvx_encryption_probe },
-  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 314), (void *)_cffi_d_kvx_engine_close },
-  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 289), (void *)_cffi_d_kvx_engine_counters },
-  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 295), (void *)_cffi_d_kvx_engine_drain },
-  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 219), (void *)_cffi_d_kvx_engine_fd },
-  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 222), (void *)_cffi_d_kvx_engine_open },
-  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 300), (void *)_cffi_d_kvx_engine_step },
-  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 314), (void *)_cffi_d_kvx_engine_stop },
-  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 281), (void *)_cffi_d_kvx_grant_attached },
-  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 202), (void *)_cffi_d_kvx_grant_create },
-  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_grant_revoke },
-  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 174), (void *)_cffi_d_kvx_import_query },
-  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 170), (void *)_cffi_d_kvx_import_release },
-  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 186), (void *)_cffi_d_kvx_import_viewed },
-  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 333), (void *)_cffi_d_kvx_mac },
-  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 121), (void *)_cffi_d_kvx_mem_alloc },
-  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 210), (void *)_cffi_d_kvx_mem_copy },
-  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 179), (void *)_cffi_d_kvx_mem_import },
-  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 127), (void *)_cffi_d_kvx_mem_register },
-  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_mem_release },
-  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 329), (void *)_cffi_d_kvx_mem_unmap },
-  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 326), (void *)_cffi_d_kvx_mem_unview },
-  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 191), (void *)_cffi_d_kvx_mem_viewed },
-  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 165), (void *)_cffi_d_kvx_note },
-  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_peer_close },
-  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 147), (void *)_cffi_d_kvx_peer_connect },
-  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 310), (void *)_cffi_d_kvx_progress },
-  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 317), (void *)_cffi_d_kvx_space_close },
-  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 228), (void *)_cffi_d_kvx_space_give },
-  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 292), (void *)_cffi_d_kvx_space_open },
-  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 320), (void *)_cffi_d_kvx_space_query },
-  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 232), (void *)_cffi_d_kvx_space_take },
+  { "kvx_engine_close", (void *)_cffi_f_kvx_engine_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 343), (void *)_cffi_d_kvx_engine_close },
+  { "kvx_engine_counters", (void *)_cffi_f_kvx_engine_counters, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 315), (void *)_cffi_d_kvx_engine_counters },
+  { "kvx_engine_drain", (void *)_cffi_f_kvx_engine_drain, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 321), (void *)_cffi_d_kvx_engine_drain },
+  { "kvx_engine_fd", (void *)_cffi_f_kvx_engine_fd, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 237), (void *)_cffi_d_kvx_engine_fd },
+  { "kvx_engine_open", (void *)_cffi_f_kvx_engine_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 240), (void *)_cffi_d_kvx_engine_open },
+  { "kvx_engine_step", (void *)_cffi_f_kvx_engine_step, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 326), (void *)_cffi_d_kvx_engine_step },
+  { "kvx_engine_stop", (void *)_cffi_f_kvx_engine_stop, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 343), (void *)_cffi_d_kvx_engine_stop },
+  { "kvx_grant_attached", (void *)_cffi_f_kvx_grant_attached, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 307), (void *)_cffi_d_kvx_grant_attached },
+  { "kvx_grant_create", (void *)_cffi_f_kvx_grant_create, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 208), (void *)_cffi_d_kvx_grant_create },
+  { "kvx_grant_create_blocks", (void *)_cffi_f_kvx_grant_create_blocks, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 216), (void *)_cffi_d_kvx_grant_create_blocks },
+  { "kvx_grant_revoke", (void *)_cffi_f_kvx_grant_revoke, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 203), (void *)_cffi_d_kvx_grant_revoke },
+  { "kvx_import_query", (void *)_cffi_f_kvx_import_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 180), (void *)_cffi_d_kvx_import_query },
+  { "kvx_import_release", (void *)_cffi_f_kvx_import_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 176), (void *)_cffi_d_kvx_import_release },
+  { "kvx_import_viewed", (void *)_cffi_f_kvx_import_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 192), (void *)_cffi_d_kvx_import_viewed },
+  { "kvx_mac", (void *)_cffi_f_kvx_mac, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 362), (void *)_cffi_d_kvx_mac },
+  { "kvx_mem_alloc", (void *)_cffi_f_kvx_mem_alloc, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 127), (void *)_cffi_d_kvx_mem_alloc },
+  { "kvx_mem_copy", (void *)_cffi_f_kvx_mem_copy, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 228), (void *)_cffi_d_kvx_mem_copy },
+  { "kvx_mem_import", (void *)_cffi_f_kvx_mem_import, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 185), (void *)_cffi_d_kvx_mem_import },
+  { "kvx_mem_register", (void *)_cffi_f_kvx_mem_register, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 133), (void *)_cffi_d_kvx_mem_register },
+  { "kvx_mem_release", (void *)_cffi_f_kvx_mem_release, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 203), (void *)_cffi_d_kvx_mem_release },
+  { "kvx_mem_unmap", (void *)_cffi_f_kvx_mem_unmap, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 358), (void *)_cffi_d_kvx_mem_unmap },
+  { "kvx_mem_unview", (void *)_cffi_f_kvx_mem_unview, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 355), (void *)_cffi_d_kvx_mem_unview },
+  { "kvx_mem_viewed", (void *)_cffi_f_kvx_mem_viewed, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 197), (void *)_cffi_d_kvx_mem_viewed },
+  { "kvx_note", (void *)_cffi_f_kvx_note, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 171), (void *)_cffi_d_kvx_note },
+  { "kvx_peer_close", (void *)_cffi_f_kvx_peer_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 203), (void *)_cffi_d_kvx_peer_close },
+  { "kvx_peer_connect", (void *)_cffi_f_kvx_peer_connect, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 153), (void *)_cffi_d_kvx_peer_connect },
+  { "kvx_progress", (void *)_cffi_f_kvx_progress, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 336), (void *)_cffi_d_kvx_progress },
+  { "kvx_space_close", (void *)_cffi_f_kvx_space_close, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 346), (void *)_cffi_d_kvx_space_close },
+  { "kvx_space_give", (void *)_cffi_f_kvx_space_give, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 254), (void *)_cffi_d_kvx_space_give },
+  { "kvx_space_open", (void *)_cffi_f_kvx_space_open, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 318), (void *)_cffi_d_kvx_space_open },
+  { "kvx_space_query", (void *)_cffi_f_kvx_space_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 349), (void *)_cffi_d_kvx_space_query },
+  { "kvx_space_take", (void *)_cffi_f_kvx_space_take, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 258), (void *)_cffi_d_kvx_space_take },
   { "kvx_status_name", (void *)_cffi_f_kvx_status_name, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_O, 3), (void *)_cffi_d_kvx_status_name },
-  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 133), (void *)_cffi_d_kvx_submit },
-  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 155), (void *)_cffi_d_kvx_transport_query },
-  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 141), (void *)_cffi_d_kvx_transport_unavailable },
+  { "kvx_submit", (void *)_cffi_f_kvx_submit, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 139), (void *)_cffi_d_kvx_submit },
+  { "kvx_transport_query", (void *)_cffi_f_kvx_transport_query, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 161), (void *)_cffi_d_kvx_transport_query },
+  { "kvx_transport_unavailable", (void *)_cffi_f_kvx_transport_unavailable, _CFFI_OP(_CFFI_OP_CPYTHON_BLTN_V, 147), (void *)_cffi_d_kvx_transport_unavailable },
 };
 
 static const struct _cffi_field_s _cffi_fields[] = {
@@ -4637,94 +5010,94 @@ static const struct _cffi_field_s _cffi_fields[] = {
                    _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "facts", offsetof(kvx_ascend_api, facts),
              sizeof(((kvx_ascend_api *)0)->facts),
-             _CFFI_OP(_CFFI_OP_NOOP, 385) },
+             _CFFI_OP(_CFFI_OP_NOOP, 416) },
   { "device_use", offsetof(kvx_ascend_api, device_use),
                   sizeof(((kvx_ascend_api *)0)->device_use),
-                  _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 395) },
   { "device_info", offsetof(kvx_ascend_api, device_info),
                    sizeof(((kvx_ascend_api *)0)->device_info),
-                   _CFFI_OP(_CFFI_OP_NOOP, 365) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 396) },
   { "device_healthy", offsetof(kvx_ascend_api, device_healthy),
                       sizeof(((kvx_ascend_api *)0)->device_healthy),
-                      _CFFI_OP(_CFFI_OP_NOOP, 364) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 395) },
   { "device_physical", offsetof(kvx_ascend_api, device_physical),
                        sizeof(((kvx_ascend_api *)0)->device_physical),
-                       _CFFI_OP(_CFFI_OP_NOOP, 360) },
+                       _CFFI_OP(_CFFI_OP_NOOP, 391) },
   { "device_peer", offsetof(kvx_ascend_api, device_peer),
                    sizeof(((kvx_ascend_api *)0)->device_peer),
-                   _CFFI_OP(_CFFI_OP_NOOP, 361) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 392) },
   { "mem_alloc", offsetof(kvx_ascend_api, mem_alloc),
                  sizeof(((kvx_ascend_api *)0)->mem_alloc),
-                 _CFFI_OP(_CFFI_OP_NOOP, 362) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 393) },
   { "mem_free", offsetof(kvx_ascend_api, mem_free),
                 sizeof(((kvx_ascend_api *)0)->mem_free),
-                _CFFI_OP(_CFFI_OP_NOOP, 363) },
+                _CFFI_OP(_CFFI_OP_NOOP, 394) },
   { "mem_query", offsetof(kvx_ascend_api, mem_query),
                  sizeof(((kvx_ascend_api *)0)->mem_query),
-                 _CFFI_OP(_CFFI_OP_NOOP, 377) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 408) },
   { "copy", offsetof(kvx_ascend_api, copy),
             sizeof(((kvx_ascend_api *)0)->copy),
-            _CFFI_OP(_CFFI_OP_NOOP, 371) },
+            _CFFI_OP(_CFFI_OP_NOOP, 402) },
   { "stream_open", offsetof(kvx_ascend_api, stream_open),
                    sizeof(((kvx_ascend_api *)0)->stream_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 366) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 397) },
   { "stream_close", offsetof(kvx_ascend_api, stream_close),
                     sizeof(((kvx_ascend_api *)0)->stream_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 367) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 398) },
   { "copy_batch", offsetof(kvx_ascend_api, copy_batch),
                   sizeof(((kvx_ascend_api *)0)->copy_batch),
-                  _CFFI_OP(_CFFI_OP_NOOP, 368) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 399) },
   { "stream_poll", offsetof(kvx_ascend_api, stream_poll),
                    sizeof(((kvx_ascend_api *)0)->stream_poll),
-                   _CFFI_OP(_CFFI_OP_NOOP, 369) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 400) },
   { "stream_abort", offsetof(kvx_ascend_api, stream_abort),
                     sizeof(((kvx_ascend_api *)0)->stream_abort),
-                    _CFFI_OP(_CFFI_OP_NOOP, 369) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 400) },
   { "ipc_export", offsetof(kvx_ascend_api, ipc_export),
                   sizeof(((kvx_ascend_api *)0)->ipc_export),
-                  _CFFI_OP(_CFFI_OP_NOOP, 370) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 401) },
   { "ipc_allow", offsetof(kvx_ascend_api, ipc_allow),
                  sizeof(((kvx_ascend_api *)0)->ipc_allow),
-                 _CFFI_OP(_CFFI_OP_NOOP, 356) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 387) },
   { "ipc_import", offsetof(kvx_ascend_api, ipc_import),
                   sizeof(((kvx_ascend_api *)0)->ipc_import),
-                  _CFFI_OP(_CFFI_OP_NOOP, 359) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 390) },
   { "ipc_close", offsetof(kvx_ascend_api, ipc_close),
                  sizeof(((kvx_ascend_api *)0)->ipc_close),
-                 _CFFI_OP(_CFFI_OP_NOOP, 358) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 389) },
   { "engine_open", offsetof(kvx_ascend_api, engine_open),
                    sizeof(((kvx_ascend_api *)0)->engine_open),
-                   _CFFI_OP(_CFFI_OP_NOOP, 357) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 388) },
   { "engine_close", offsetof(kvx_ascend_api, engine_close),
                     sizeof(((kvx_ascend_api *)0)->engine_close),
-                    _CFFI_OP(_CFFI_OP_NOOP, 374) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 405) },
   { "mem_register", offsetof(kvx_ascend_api, mem_register),
                     sizeof(((kvx_ascend_api *)0)->mem_register),
-                    _CFFI_OP(_CFFI_OP_NOOP, 376) },
+                    _CFFI_OP(_CFFI_OP_NOOP, 407) },
   { "mem_deregister", offsetof(kvx_ascend_api, mem_deregister),
                       sizeof(((kvx_ascend_api *)0)->mem_deregister),
-                      _CFFI_OP(_CFFI_OP_NOOP, 375) },
+                      _CFFI_OP(_CFFI_OP_NOOP, 406) },
   { "connect", offsetof(kvx_ascend_api, connect),
                sizeof(((kvx_ascend_api *)0)->connect),
-               _CFFI_OP(_CFFI_OP_NOOP, 373) },
+               _CFFI_OP(_CFFI_OP_NOOP, 404) },
   { "disconnect", offsetof(kvx_ascend_api, disconnect),
                   sizeof(((kvx_ascend_api *)0)->disconnect),
-                  _CFFI_OP(_CFFI_OP_NOOP, 373) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 404) },
   { "submit", offsetof(kvx_ascend_api, submit),
               sizeof(((kvx_ascend_api *)0)->submit),
-              _CFFI_OP(_CFFI_OP_NOOP, 372) },
+              _CFFI_OP(_CFFI_OP_NOOP, 403) },
   { "poll", offsetof(kvx_ascend_api, poll),
             sizeof(((kvx_ascend_api *)0)->poll),
-            _CFFI_OP(_CFFI_OP_NOOP, 375) },
+            _CFFI_OP(_CFFI_OP_NOOP, 406) },
   { "last_error", offsetof(kvx_ascend_api, last_error),
                   sizeof(((kvx_ascend_api *)0)->last_error),
-                  _CFFI_OP(_CFFI_OP_NOOP, 345) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 374) },
   { "capability", offsetof(kvx_ascend_api, capability),
                   sizeof(((kvx_ascend_api *)0)->capability),
-                  _CFFI_OP(_CFFI_OP_NOOP, 360) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 391) },
   { "process_id", offsetof(kvx_ascend_api, process_id),
                   sizeof(((kvx_ascend_api *)0)->process_id),
-                  _CFFI_OP(_CFFI_OP_NOOP, 355) },
+                  _CFFI_OP(_CFFI_OP_NOOP, 386) },
   { "target", offsetof(kvx_ascend_copy, target),
               sizeof(((kvx_ascend_copy *)0)->target),
               _CFFI_OP(_CFFI_OP_NOOP, 64) },
@@ -4745,25 +5118,25 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "acl_version", offsetof(kvx_ascend_facts, acl_version),
                    sizeof(((kvx_ascend_facts *)0)->acl_version),
-                   _CFFI_OP(_CFFI_OP_NOOP, 378) },
+                   _CFFI_OP(_CFFI_OP_NOOP, 409) },
   { "soc", offsetof(kvx_ascend_facts, soc),
            sizeof(((kvx_ascend_facts *)0)->soc),
-           _CFFI_OP(_CFFI_OP_NOOP, 347) },
+           _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "toolkit", offsetof(kvx_ascend_facts, toolkit),
                sizeof(((kvx_ascend_facts *)0)->toolkit),
-               _CFFI_OP(_CFFI_OP_NOOP, 349) },
+               _CFFI_OP(_CFFI_OP_NOOP, 378) },
   { "reported", offsetof(kvx_ascend_facts, reported),
                 sizeof(((kvx_ascend_facts *)0)->reported),
-                _CFFI_OP(_CFFI_OP_NOOP, 351) },
+                _CFFI_OP(_CFFI_OP_NOOP, 382) },
   { "acl_path", offsetof(kvx_ascend_facts, acl_path),
                 sizeof(((kvx_ascend_facts *)0)->acl_path),
-                _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "meta_path", offsetof(kvx_ascend_facts, meta_path),
                  sizeof(((kvx_ascend_facts *)0)->meta_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "hixl_path", offsetof(kvx_ascend_facts, hixl_path),
                  sizeof(((kvx_ascend_facts *)0)->hixl_path),
-                 _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "local", offsetof(kvx_ascend_op, local),
              sizeof(((kvx_ascend_op *)0)->local),
              _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -4779,6 +5152,12 @@ static const struct _cffi_field_s _cffi_fields[] = {
   { "value", offsetof(kvx_ascend_option, value),
              sizeof(((kvx_ascend_option *)0)->value),
              _CFFI_OP(_CFFI_OP_NOOP, 18) },
+  { "part", offsetof(kvx_blocks_cursor, part),
+            sizeof(((kvx_blocks_cursor *)0)->part),
+            _CFFI_OP(_CFFI_OP_NOOP, 1) },
+  { "block", offsetof(kvx_blocks_cursor, block),
+             sizeof(((kvx_blocks_cursor *)0)->block),
+             _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "magic", offsetof(kvx_counters, magic),
              sizeof(((kvx_counters *)0)->magic),
              _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -4835,10 +5214,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
             _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "names", offsetof(kvx_counters, names),
              sizeof(((kvx_counters *)0)->names),
-             _CFFI_OP(_CFFI_OP_NOOP, 353) },
+             _CFFI_OP(_CFFI_OP_NOOP, 384) },
   { "row", offsetof(kvx_counters, row),
            sizeof(((kvx_counters *)0)->row),
-           _CFFI_OP(_CFFI_OP_NOOP, 404) },
+           _CFFI_OP(_CFFI_OP_NOOP, 438) },
   { "free_bytes", offsetof(kvx_device_info, free_bytes),
                   sizeof(((kvx_device_info *)0)->free_bytes),
                   _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -4964,7 +5343,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
                _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "engine_id", offsetof(kvx_engine_config, engine_id),
                  sizeof(((kvx_engine_config *)0)->engine_id),
-                 _CFFI_OP(_CFFI_OP_NOOP, 408) },
+                 _CFFI_OP(_CFFI_OP_NOOP, 442) },
   { "kind", offsetof(kvx_event, kind),
             sizeof(((kvx_event *)0)->kind),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5006,7 +5385,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
               _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_grant_info, key),
            sizeof(((kvx_grant_info *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 408) },
+           _CFFI_OP(_CFFI_OP_NOOP, 442) },
   { "id", offsetof(kvx_import_info, id),
           sizeof(((kvx_import_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5048,7 +5427,16 @@ static const struct _cffi_field_s _cffi_fields[] = {
                 _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "text", offsetof(kvx_mem_why, text),
             sizeof(((kvx_mem_why *)0)->text),
-            _CFFI_OP(_CFFI_OP_NOOP, 347) },
+            _CFFI_OP(_CFFI_OP_NOOP, 380) },
+  { "base", offsetof(kvx_part, base),
+            sizeof(((kvx_part *)0)->base),
+            _CFFI_OP(_CFFI_OP_NOOP, 57) },
+  { "stride", offsetof(kvx_part, stride),
+              sizeof(((kvx_part *)0)->stride),
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
+  { "length", offsetof(kvx_part, length),
+              sizeof(((kvx_part *)0)->length),
+              _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "id", offsetof(kvx_region_info, id),
           sizeof(((kvx_region_info *)0)->id),
           _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5108,7 +5496,7 @@ static const struct _cffi_field_s _cffi_fields[] = {
              _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "key", offsetof(kvx_remote, key),
            sizeof(((kvx_remote *)0)->key),
-           _CFFI_OP(_CFFI_OP_NOOP, 408) },
+           _CFFI_OP(_CFFI_OP_NOOP, 442) },
   { "local_offset", offsetof(kvx_segment, local_offset),
                     sizeof(((kvx_segment *)0)->local_offset),
                     _CFFI_OP(_CFFI_OP_NOOP, 57) },
@@ -5225,10 +5613,10 @@ static const struct _cffi_field_s _cffi_fields[] = {
                       _CFFI_OP(_CFFI_OP_NOOP, 57) },
   { "name", offsetof(kvx_transport_info, name),
             sizeof(((kvx_transport_info *)0)->name),
-            _CFFI_OP(_CFFI_OP_NOOP, 349) },
+            _CFFI_OP(_CFFI_OP_NOOP, 378) },
   { "endpoint", offsetof(kvx_transport_info, endpoint),
                 sizeof(((kvx_transport_info *)0)->endpoint),
-                _CFFI_OP(_CFFI_OP_NOOP, 347) },
+                _CFFI_OP(_CFFI_OP_NOOP, 376) },
   { "caps", offsetof(kvx_transport_info, caps),
             sizeof(((kvx_transport_info *)0)->caps),
             _CFFI_OP(_CFFI_OP_NOOP, 1) },
@@ -5252,54 +5640,60 @@ static const struct _cffi_field_s _cffi_fields[] = {
                     _CFFI_OP(_CFFI_OP_NOOP, 1) },
   { "secret", offsetof(kvx_transport_info, secret),
               sizeof(((kvx_transport_info *)0)->secret),
-              _CFFI_OP(_CFFI_OP_NOOP, 410) },
+              _CFFI_OP(_CFFI_OP_NOOP, 444) },
 };
 
 static const struct _cffi_struct_union_s _cffi_struct_unions[] = {
-  { "kvx_alloc_args", 381, _CFFI_F_CHECK_FIELDS,
+  { "kvx_alloc_args", 412, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_alloc_args), offsetof(struct _cffi_align__kvx_alloc_args, y), 0, 5 },
-  { "kvx_ascend_api", 383, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_api", 414, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_api), offsetof(struct _cffi_align__kvx_ascend_api, y), 5, 32 },
-  { "kvx_ascend_copy", 384, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_copy", 415, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_copy), offsetof(struct _cffi_align__kvx_ascend_copy, y), 37, 3 },
-  { "kvx_ascend_facts", 385, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_facts", 416, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_facts), offsetof(struct _cffi_align__kvx_ascend_facts, y), 40, 10 },
-  { "kvx_ascend_op", 386, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_op", 417, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_op), offsetof(struct _cffi_align__kvx_ascend_op, y), 50, 3 },
-  { "kvx_ascend_option", 387, _CFFI_F_CHECK_FIELDS,
+  { "kvx_ascend_option", 418, _CFFI_F_CHECK_FIELDS,
     sizeof(kvx_ascend_option), offsetof(struct _cffi_align__kvx_ascend_option, y), 53, 2 },
-  { "kvx_counters", 389, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 55, 20 },
-  { "kvx_device_info", 390, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 75, 8 },
-  { "kvx_engine", 391, _CFFI_F_OPAQUE,
+  { "kvx_blocks", 419, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_engine_config", 392, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 83, 34 },
-  { "kvx_event", 393, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 117, 9 },
-  { "kvx_grant_info", 394, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 126, 5 },
-  { "kvx_import_info", 395, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 131, 5 },
-  { "kvx_mem_why", 396, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 136, 9 },
-  { "kvx_region_info", 397, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 145, 9 },
-  { "kvx_register_args", 398, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 154, 5 },
-  { "kvx_remote", 399, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 159, 6 },
-  { "kvx_segment", 400, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 165, 3 },
-  { "kvx_space", 401, _CFFI_F_OPAQUE,
+  { "kvx_blocks_cursor", 420, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_blocks_cursor), offsetof(struct _cffi_align__kvx_blocks_cursor, y), 55, 2 },
+  { "kvx_counters", 422, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_counters), offsetof(struct _cffi_align__kvx_counters, y), 57, 20 },
+  { "kvx_device_info", 423, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_device_info), offsetof(struct _cffi_align__kvx_device_info, y), 77, 8 },
+  { "kvx_engine", 424, _CFFI_F_OPAQUE,
     (size_t)-1, -1, -1, 0 /* opaque */ },
-  { "kvx_submit_args", 402, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 168, 7 },
-  { "kvx_transport_counters", 403, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 175, 28 },
-  { "kvx_transport_info", 406, _CFFI_F_CHECK_FIELDS,
-    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 203, 10 },
+  { "kvx_engine_config", 425, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_engine_config), offsetof(struct _cffi_align__kvx_engine_config, y), 85, 34 },
+  { "kvx_event", 426, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_event), offsetof(struct _cffi_align__kvx_event, y), 119, 9 },
+  { "kvx_grant_info", 427, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_grant_info), offsetof(struct _cffi_align__kvx_grant_info, y), 128, 5 },
+  { "kvx_import_info", 428, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_import_info), offsetof(struct _cffi_align__kvx_import_info, y), 133, 5 },
+  { "kvx_mem_why", 429, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_mem_why), offsetof(struct _cffi_align__kvx_mem_why, y), 138, 9 },
+  { "kvx_part", 430, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_part), offsetof(struct _cffi_align__kvx_part, y), 147, 3 },
+  { "kvx_region_info", 431, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_region_info), offsetof(struct _cffi_align__kvx_region_info, y), 150, 9 },
+  { "kvx_register_args", 432, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_register_args), offsetof(struct _cffi_align__kvx_register_args, y), 159, 5 },
+  { "kvx_remote", 433, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_remote), offsetof(struct _cffi_align__kvx_remote, y), 164, 6 },
+  { "kvx_segment", 434, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_segment), offsetof(struct _cffi_align__kvx_segment, y), 170, 3 },
+  { "kvx_space", 435, _CFFI_F_OPAQUE,
+    (size_t)-1, -1, -1, 0 /* opaque */ },
+  { "kvx_submit_args", 436, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_submit_args), offsetof(struct _cffi_align__kvx_submit_args, y), 173, 7 },
+  { "kvx_transport_counters", 437, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_counters), offsetof(struct _cffi_align__kvx_transport_counters, y), 180, 28 },
+  { "kvx_transport_info", 440, _CFFI_F_CHECK_FIELDS,
+    sizeof(kvx_transport_info), offsetof(struct _cffi_align__kvx_transport_info, y), 208, 10 },
 };
 
 static const struct _cffi_enum_s _cffi_enums[] = {
@@ -5308,29 +5702,32 @@ static const struct _cffi_enum_s _cffi_enums[] = {
 };
 
 static const struct _cffi_typename_s _cffi_typenames[] = {
-  { "kvx_alloc_args", 381 },
-  { "kvx_ascend_api", 383 },
-  { "kvx_ascend_copy", 384 },
-  { "kvx_ascend_facts", 385 },
-  { "kvx_ascend_op", 386 },
-  { "kvx_ascend_option", 387 },
+  { "kvx_alloc_args", 412 },
+  { "kvx_ascend_api", 414 },
+  { "kvx_ascend_copy", 415 },
+  { "kvx_ascend_facts", 416 },
+  { "kvx_ascend_op", 417 },
+  { "kvx_ascend_option", 418 },
   { "kvx_ascend_where", 56 },
-  { "kvx_counters", 389 },
-  { "kvx_device_info", 390 },
-  { "kvx_engine", 391 },
-  { "kvx_engine_config", 392 },
-  { "kvx_event", 393 },
-  { "kvx_grant_info", 394 },
-  { "kvx_import_info", 395 },
-  { "kvx_mem_why", 396 },
-  { "kvx_region_info", 397 },
-  { "kvx_register_args", 398 },
-  { "kvx_remote", 399 },
-  { "kvx_segment", 400 },
-  { "kvx_space", 401 },
-  { "kvx_submit_args", 402 },
-  { "kvx_transport_counters", 403 },
-  { "kvx_transport_info", 406 },
+  { "kvx_blocks", 419 },
+  { "kvx_blocks_cursor", 420 },
+  { "kvx_counters", 422 },
+  { "kvx_device_info", 423 },
+  { "kvx_engine", 424 },
+  { "kvx_engine_config", 425 },
+  { "kvx_event", 426 },
+  { "kvx_grant_info", 427 },
+  { "kvx_import_info", 428 },
+  { "kvx_mem_why", 429 },
+  { "kvx_part", 430 },
+  { "kvx_region_info", 431 },
+  { "kvx_register_args", 432 },
+  { "kvx_remote", 433 },
+  { "kvx_segment", 434 },
+  { "kvx_space", 435 },
+  { "kvx_submit_args", 436 },
+  { "kvx_transport_counters", 437 },
+  { "kvx_transport_info", 440 },
 };
 
 static const struct _cffi_type_context_s _cffi_type_context = {
@@ -5340,12 +5737,12 @@ static const struct _cffi_type_context_s _cffi_type_context = {
   _cffi_struct_unions,
   _cffi_enums,
   _cffi_typenames,
-  118,  /* num_globals */
-  22,  /* num_struct_unions */
+  124,  /* num_globals */
+  25,  /* num_struct_unions */
   1,  /* num_enums */
-  23,  /* num_typenames */
+  26,  /* num_typenames */
   NULL,  /* no includes */
-  413,  /* num_types */
+  447,  /* num_types */
   0,  /* flags */
 };
 

@@ -8,6 +8,7 @@
 #define KVX_NAME_MAX       32
 #define KVX_ENDPOINT_MAX   256
 #define KVX_TRANSPORTS_MAX 8
+#define KVX_PARTS_MAX      4096
 
 /* access rights of a grant */
 #define KVX_READ  1
@@ -43,13 +44,14 @@
 #define KVX_CAP_PUT       1
 #define KVX_CAP_GET       2
 #define KVX_CAP_NOTIFY    4
-#define KVX_CAP_INLINE    8   /* small operations complete inside kvx_submit */
-#define KVX_CAP_MAP       16  /* an import of host memory can be mapped: adopt without a copy */
-#define KVX_CAP_SAME_HOST 32  /* reaches this host only */
-#define KVX_CAP_CHECK     64  /* KVX_OP_CHECK works */
-#define KVX_CAP_OWN       128 /* reaches its own engine only */
-#define KVX_CAP_ENCRYPTED 256 /* what it sends to other hosts is encrypted; connecting takes the owner's secret */
-#define KVX_CAP_MAP_HBM   512 /* the same as KVX_CAP_MAP for memory of a device, for those with KVX_REMOTE_MAP */
+#define KVX_CAP_INLINE    8    /* small operations complete inside kvx_submit */
+#define KVX_CAP_MAP       16   /* an import of host memory can be mapped: adopt without a copy */
+#define KVX_CAP_SAME_HOST 32   /* reaches this host only */
+#define KVX_CAP_CHECK     64   /* KVX_OP_CHECK works */
+#define KVX_CAP_OWN       128  /* reaches its own engine only */
+#define KVX_CAP_ENCRYPTED 256  /* what it sends to other hosts is encrypted; connecting takes the owner's secret */
+#define KVX_CAP_BLOCKS    1024 /* our side looks at each access: a grant of blocks means just these */
+#define KVX_CAP_MAP_HBM   512  /* the same as KVX_CAP_MAP for memory of a device, for those with KVX_REMOTE_MAP */
 
 /* kvx_remote.flags */
 #define KVX_REMOTE_MAP 1 /* the import fails when memory of a device cannot be mapped for this process's kernels */
@@ -163,7 +165,7 @@ typedef struct kvx_mem_why {
     uint64_t base;        /* of kvx_mem_register: the allocation that the address lies in, or the region in the way; */
     uint64_t length;      /* 0 = unknown */
     uint64_t required; /* what a transport asks for: KVX_E_ALIGN the alignment, KVX_E_LIMIT the longest region, or 0 */
-    char text[256];    /* a sentence, "" = nothing to add */
+    char text[512];    /* a sentence, "" = nothing to add */
 } kvx_mem_why;
 
 typedef struct kvx_device_info {
@@ -196,6 +198,13 @@ typedef struct kvx_grant_info {
     uint32_t access;
     uint8_t key[16];
 } kvx_grant_info;
+
+/* A row of equal pieces within a grant, one per block id: piece b begins at base + b * stride. */
+typedef struct kvx_part {
+    uint64_t base;
+    uint64_t stride;
+    uint64_t length;
+} kvx_part;
 
 /* A grant of another engine, as its descriptor tells it. */
 typedef struct kvx_remote {
@@ -239,8 +248,8 @@ typedef struct kvx_event {
     uint64_t tag;
     uint64_t value;
     uint64_t bytes; /* moved and confirmed */
-    int32_t sys_errno;
-    int32_t segment; /* first segment that failed, -1 = not known */
+    int32_t sys_errno; /* above 4095: what an accelerator's library answered */
+    int32_t segment;   /* first segment that failed, -1 = not known */
 } kvx_event;
 
 /* One row per transport, in shared memory when counters_path is set; written with relaxed atomics. */
@@ -339,6 +348,11 @@ void kvx_mem_unmap(uint64_t address, uint64_t mapped_length);
 void kvx_mem_unview(uint64_t address);
 int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
                      kvx_grant_info *info_p);
+/* The same for the pieces of some blocks (ascending ids) in each part, and nothing else of the range. With
+ * KVX_CAP_BLOCKS each access is checked; where peers map memory, or a card moves the bytes, it is the whole range. */
+int kvx_grant_create_blocks(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
+                            const kvx_part *parts, uint32_t part_count, const uint64_t *blocks, uint32_t block_count,
+                            kvx_grant_info *info_p);
 int kvx_grant_revoke(kvx_engine *engine, uint64_t grant, uint64_t *token_p);
 /* How many peers are attached to a grant right now; -1 when it does not exist. */
 int64_t kvx_grant_attached(kvx_engine *engine, uint64_t grant);
@@ -370,6 +384,19 @@ int kvx_cancel(kvx_engine *engine, uint64_t token);
 uint64_t kvx_progress(kvx_engine *engine, uint64_t token);
 
 /* -- pure helpers, exposed for tests and for `doctor` ------------------------------------------------ */
+/* Blocks of a grant (blocks.h). kvx_blocks_new copies its arguments; KVX_E_INVALID: an empty piece, too many parts, or
+ * ids that do not ascend; KVX_E_LOCAL_RANGE: a piece ends behind `length`. kvx_blocks_cover: 1 = all of the range; the
+ * cursor says where the last one was found, since the ranges of one op mostly follow each other. */
+typedef struct kvx_blocks kvx_blocks;
+typedef struct kvx_blocks_cursor {
+    uint32_t part;
+    uint32_t block;
+} kvx_blocks_cursor;
+int kvx_blocks_new(const kvx_part *parts, uint32_t part_count, const uint64_t *blocks, uint32_t block_count,
+                   uint64_t length, kvx_blocks **made_p);
+void kvx_blocks_free(kvx_blocks *blocks); /* NULL is nothing */
+int kvx_blocks_cover(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t offset, uint64_t length);
+
 /* The allocator inside an arena, see space.h: KVX_E_DEVICE_MEMORY when nothing fits, KVX_E_INVALID for an offset that
  * is not taken. */
 typedef struct kvx_space kvx_space;

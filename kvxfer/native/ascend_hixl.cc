@@ -258,7 +258,8 @@ bool options_are_known(const kvx_ascend_option *options, std::uint32_t count, ch
             return false;
         }
         if (!option_is_known(key)) {
-            std::snprintf(why, why_size, "the toolkit (%s) has no engine option \"%.64s\"", facts_toolkit, key);
+            std::snprintf(why, why_size, "the toolkit (%s) has no engine option \"%.64s\" (hixl_options)",
+                          facts_toolkit, key);
             return false;
         }
     }
@@ -343,7 +344,7 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
         std::snprintf(
             why, why_size,
             "the library refused the engine \"%.64s\" on device %d: the port may be taken, the address may not "
-            "be one of this host, or an option's value may be wrong",
+            "be one of this host, or a value in hixl_options may be wrong",
             local, device);
     return status;
 }

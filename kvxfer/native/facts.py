@@ -76,7 +76,7 @@ class Caps:
     """Bits of `TransportInfo.caps`."""
 
     PUT, GET, NOTIFY, INLINE, MAP, SAME_HOST, CHECK, OWN, ENCRYPTED = 1, 2, 4, 8, 16, 32, 64, 128, 256
-    MAP_HBM = 512
+    MAP_HBM, BLOCKS = 512, 1024
 
 
 class ChoiceKind(IntEnum):

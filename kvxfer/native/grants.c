@@ -12,55 +12,97 @@ static void gauges(kvx_core *core) {
     KVX_GAUGE(core, grants, core->grants.count);
 }
 
-int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
-                     kvx_grant_info *info_p) {
+static void box_free(grant_box *box) {
+    kvx_blocks_free(box->grant.blocks);
+    free(box);
+}
+
+/* With the lock held: may there be another grant, as `wanted` describes it, of that region? */
+static int admit(kvx_core *core, const region_box *owner, const kvx_grant *wanted) {
+    if (core->closing || owner == NULL) {
+        return core->closing ? KVX_E_CLOSED : KVX_E_NO_REGION;
+    }
+    if (wanted->offset + wanted->length > owner->region.length) {
+        return KVX_E_LOCAL_RANGE;
+    }
+    if ((wanted->access & KVX_WRITE) && (owner->region.flags & KVX_REGION_READ_ONLY)) {
+        return KVX_E_READ_ONLY;
+    }
+    if (core->grants.count >= core->config.grants_max) {
+        return KVX_E_LIMIT;
+    }
+    /* two places: REVOKE and one GRANT_LOST at a time */
+    bool room = kvx_table_reserve(&core->grants, 1) && kvx_ring_reserve(&core->ring, 2);
+    return room ? KVX_OK : KVX_E_NOMEM;
+}
+
+/* With the lock held. */
+static void enter(kvx_core *core, region_box *owner, grant_box *box, kvx_grant_info *info_p) {
+    kvx_grant *grant = &box->grant;
+    grant->id = core->next_id++;
+    grant->region = &owner->region;
+    box->next = owner->grants;
+    if (box->next != NULL) {
+        box->next->previous = box;
+    }
+    owner->grants = box;
+    kvx_table_put(&core->grants, grant->id, box);
+    *info_p = (kvx_grant_info){
+        .id = grant->id, .generation = owner->region.generation, .length = grant->length, .access = grant->access};
+    memcpy(info_p->key, grant->key, sizeof(info_p->key));
+    gauges(core);
+}
+
+/* `blocks` is the grant's from now on, or freed. */
+static int create(kvx_engine *engine, uint64_t region, const kvx_grant *wanted, kvx_grant_info *info_p) {
     kvx_core *core = &engine->core;
+    grant_box *box = calloc(1, sizeof(*box) + core->slot_count * sizeof(box->links[0]));
+    if (box == NULL) {
+        kvx_blocks_free(wanted->blocks);
+        return KVX_E_NOMEM;
+    }
+    box->grant.offset = wanted->offset;
+    box->grant.length = wanted->length;
+    box->grant.access = wanted->access;
+    box->grant.blocks = wanted->blocks;
+    kvx_random(box->grant.key, sizeof(box->grant.key));
+    kvx_lock(core);
+    region_box *owner = kvx_region_find(core, region);
+    int status = admit(core, owner, &box->grant);
+    if (status == KVX_OK) {
+        enter(core, owner, box, info_p);
+    }
+    kvx_unlock(core);
+    if (status != KVX_OK) {
+        box_free(box);
+    }
+    return status;
+}
+
+static int check_arguments(uint64_t offset, uint64_t length, uint32_t access, const kvx_grant_info *info_p) {
     uint64_t end;
     if (info_p == NULL || access == 0 || (access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0) {
         return KVX_E_INVALID;
     }
-    if (length == 0 || __builtin_add_overflow(offset, length, &end)) {
-        return KVX_E_LENGTH;
-    }
-    grant_box *box = calloc(1, sizeof(*box) + core->slot_count * sizeof(box->links[0]));
-    if (box == NULL) {
-        return KVX_E_NOMEM;
-    }
-    kvx_random(box->grant.key, sizeof(box->grant.key));
-    kvx_lock(core);
-    region_box *owner = kvx_region_find(core, region);
-    int status = core->closing ? KVX_E_CLOSED : owner == NULL ? KVX_E_NO_REGION : KVX_OK;
-    if (status == KVX_OK && end > owner->region.length) {
-        status = KVX_E_LOCAL_RANGE;
-    } else if (status == KVX_OK && (access & KVX_WRITE) && (owner->region.flags & KVX_REGION_READ_ONLY)) {
-        status = KVX_E_READ_ONLY;
-    } else if (status == KVX_OK && core->grants.count >= core->config.grants_max) {
-        status = KVX_E_LIMIT;
-    } else if (status == KVX_OK && (!kvx_table_reserve(&core->grants, 1) || !kvx_ring_reserve(&core->ring, 2))) {
-        status = KVX_E_NOMEM; /* two places: REVOKE and one GRANT_LOST at a time */
-    }
+    return length == 0 || __builtin_add_overflow(offset, length, &end) ? KVX_E_LENGTH : KVX_OK;
+}
+
+int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
+                     kvx_grant_info *info_p) {
+    kvx_grant wanted = {.offset = offset, .length = length, .access = access};
+    int status = check_arguments(offset, length, access, info_p);
+    return status == KVX_OK ? create(engine, region, &wanted, info_p) : status;
+}
+
+int kvx_grant_create_blocks(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
+                            const kvx_part *parts, uint32_t part_count, const uint64_t *blocks, uint32_t block_count,
+                            kvx_grant_info *info_p) {
+    kvx_grant wanted = {.offset = offset, .length = length, .access = access};
+    int status = check_arguments(offset, length, access, info_p);
     if (status == KVX_OK) {
-        box->grant.id = core->next_id++;
-        box->grant.region = &owner->region;
-        box->grant.offset = offset;
-        box->grant.length = length;
-        box->grant.access = access;
-        box->next = owner->grants;
-        if (box->next != NULL) {
-            box->next->previous = box;
-        }
-        owner->grants = box;
-        kvx_table_put(&core->grants, box->grant.id, box);
-        *info_p = (kvx_grant_info){
-            .id = box->grant.id, .generation = owner->region.generation, .length = length, .access = access};
-        memcpy(info_p->key, box->grant.key, sizeof(info_p->key));
-        gauges(core);
+        status = kvx_blocks_new(parts, part_count, blocks, block_count, length, &wanted.blocks);
     }
-    kvx_unlock(core);
-    if (status != KVX_OK) {
-        free(box);
-    }
-    return status;
+    return status == KVX_OK ? create(engine, region, &wanted, info_p) : status;
 }
 
 kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot) {
@@ -112,7 +154,7 @@ static bool maybe_finish(kvx_core *core, grant_box *box, int status) {
     if (!box->lost_queued) { /* otherwise the queued event uses that place */
         kvx_ring_unreserve(&core->ring, 1);
     }
-    free(box);
+    box_free(box);
     kvx_region_maybe_forget(owner);
     return signal;
 }
@@ -216,6 +258,7 @@ static int access_begin(kvx_core *core, uint64_t grant, uint64_t generation, boo
         access_p->grant = &box->grant;
         access_p->base = box->grant.region->base + box->grant.offset;
         access_p->length = box->grant.length;
+        access_p->cursor = (kvx_blocks_cursor){0};
     }
     kvx_unlock(core);
     return status;
@@ -233,8 +276,16 @@ int kvx_access_allow(const kvx_access *access, uint32_t rights) {
     return (access->grant->access & rights) == rights ? KVX_OK : KVX_E_ACCESS;
 }
 
-int kvx_access_range(const kvx_access *access, uint64_t offset, uint64_t length) {
-    return offset <= access->length && length <= access->length - offset ? KVX_OK : KVX_E_RANGE;
+int kvx_access_claim(const kvx_access *access, uint64_t length) {
+    return length <= access->length ? KVX_OK : KVX_E_RANGE;
+}
+
+int kvx_access_range(kvx_access *access, uint64_t offset, uint64_t length) {
+    const kvx_blocks *blocks = access->grant->blocks;
+    if (offset > access->length || length > access->length - offset) {
+        return KVX_E_RANGE;
+    }
+    return blocks == NULL || kvx_blocks_cover(blocks, &access->cursor, offset, length) ? KVX_OK : KVX_E_RANGE;
 }
 
 void kvx_access_end(kvx_core *core, kvx_access *access) {

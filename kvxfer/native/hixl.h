@@ -1,5 +1,5 @@
 /* hixl.h: private to the hixl transport (transport_hixl.c hixl_side.c hixl_owner.c hixl_peer.c hixl_device.c
- * hixl_link.c hixl_map.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
+ * hixl_link.c hixl_map.c hixl_queue.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
  *
  * Two ways lead to a peer. The side link is a TCP connection of ours with the framing and the key proofs of stream.h:
  * it says where a grant lies, takes it back, announces what arrived, and answers when asked whether its process is
@@ -142,6 +142,7 @@ struct hixl_link {
     hixl_machine machine;
     hixl_pace pace;
     struct hixl_call *call;                 /* that is out */
+    uint32_t raw;                           /* what the library answered when the link failed last; 0 = nothing */
     uint64_t local_version, remote_version; /* of memory that the connection knows */
     uint64_t known_version;                 /* of the other side's, from LOCATION */
     void *stream;                           /* by copy */
@@ -179,6 +180,7 @@ struct hixl_xfer {
     bool doubtful;              /* a batch of it failed: it may still move until the disconnect has returned */
     uint64_t bytes;             /* moved */
     int status, segment_failed; /* -1: not known */
+    uint32_t raw;               /* the library's status behind ours; 0 = none */
     uint64_t grace_ms;          /* it is to end: how long its batches may still complete; 0 = not to end */
     uint64_t number;            /* of the NOTIFY that it waits for */
 };
@@ -406,6 +408,14 @@ void kvx_hixl_view_begin(hixl_import *import);
 void kvx_hixl_view_end(hixl_import *import); /* with the lock held: the application looks no more */
 void kvx_hixl_views_turn(hixl_device *device);
 void kvx_hixl_views_close(hixl_device *device); /* in close */
+
+/* hixl_queue.c; on the device's thread */
+void kvx_hixl_run_push(hixl_link *link, hixl_xfer *xfer); /* unless it is in the line */
+void kvx_hixl_run_push_front(hixl_link *link, hixl_xfer *xfer);
+hixl_xfer *kvx_hixl_run_pop(hixl_link *link);               /* NULL: nobody waits */
+void kvx_hixl_run_remove(hixl_link *link, hixl_xfer *xfer); /* if it is in the line */
+void kvx_hixl_queue_push(hixl_link *link, hixl_xfer *xfer); /* a new one of the link, last in the line */
+void kvx_hixl_queue_remove(hixl_xfer *xfer);
 
 /* hixl_xfer.c */
 int kvx_hixl_submit(void *transport, kvx_op *op);

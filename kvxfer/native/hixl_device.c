@@ -110,8 +110,26 @@ static uint32_t options_make(const char *configured, char *text, size_t size, kv
     return count;
 }
 
-/* With open_lock held. */
-static int engine_open(hixl_device *device) {
+/* Why memory cannot be registered: our words, and what the library answered and said in this thread. */
+static void say(const hixl_transport *hixl, const kvx_region *region, uint32_t raw, const char *words) {
+    if (region->why == NULL) {
+        return;
+    }
+    const char *said = raw != 0 ? hixl->api->last_error() : "";
+    if (strstr(words, said) != NULL) { /* or nothing was said */
+        said = "";
+    }
+    region->why->raw = raw;
+    snprintf(region->why->text, sizeof region->why->text, "%s%s%s", words, *words && *said ? ". " : "", said);
+}
+
+/* An engine that the library does not open is none; that is no link of anybody's, and no argument of the caller's. */
+static int of_opening(int status) {
+    return status == KVX_E_LINK || status == KVX_E_INVALID ? KVX_E_UNSUPPORTED : status;
+}
+
+/* With open_lock held, for the first region of a device. */
+static int engine_open(hixl_device *device, const kvx_region *region) {
     hixl_transport *hixl = device->hixl;
     kvx_ascend_option options[OPTIONS_MAX];
     char text[1024], why[256] = "";
@@ -135,7 +153,10 @@ static int engine_open(hixl_device *device) {
         }
         status = taken ? KVX_PENDING : opened;
     }
-    return status;
+    if (status != KVX_OK) {
+        say(hixl, region, raw, why);
+    }
+    return of_opening(status);
 }
 
 /* -- memory ------------------------------------------------------------------------------------------------------- */
@@ -173,8 +194,9 @@ static int arena_add(hixl_device *device, const kvx_region *region) {
             ? KVX_E_LIMIT
             : hixl->api->mem_register(device->engine, arena->base, arena->length, arena->where, &arena->handle, &raw);
     if (status != KVX_OK) {
+        say(hixl, region, raw, "");
         free(arena);
-        return status;
+        return status == KVX_E_LINK ? KVX_E_DEVICE : status; /* nobody is connected by this */
     }
     if (arena->where == KVX_ASCEND_DEVICE && !(hixl->config->flags & KVX_ENGINE_NO_IPC) &&
         hixl->api->ipc_export(device->index, arena->base, arena->length, KVX_ASCEND_IPC_NOBODY, arena->key, &raw) !=
@@ -197,7 +219,7 @@ int kvx_hixl_mem_register(void *transport, kvx_region *region) {
         return KVX_OK; /* for other transports */
     }
     pthread_mutex_lock(&device->open_lock);
-    int status = engine_open(device);
+    int status = engine_open(device, region);
     if (status == KVX_OK) {
         pthread_mutex_lock(&hixl->lock);
         hixl_arena *known = (hixl_arena *)(uintptr_t)kvx_hixl_arena_of(device, region);

@@ -114,6 +114,9 @@ static void call_taken(hixl_call *call, uint64_t now_ms) {
         bool gone = call->disconnects && call->status == KVX_OK;
         link->stream = gone ? NULL : call->stream;
     }
+    if (!call->disconnects) {
+        link->raw = call->raw;
+    }
     pthread_mutex_lock(&call->lock); /* its thread may still hold it */
     pthread_mutex_unlock(&call->lock);
     link_do(link, hixl_machine_returned(&link->machine, now_ms, call->status), now_ms);
@@ -200,9 +203,11 @@ static void link_do(hixl_link *link, uint32_t todo, uint64_t now_ms) {
         kvx_hixl_xfer_refuse(link, link->machine.refusal);
     }
     if (todo & HIXL_DO_PING) {
+        link->raw = 0; /* from here on it is about what comes */
         ping(link, now_ms);
     }
     if (todo & HIXL_DO_CONNECT) {
+        link->raw = 0;
         versions_note(link);
         call_start(link, false, now_ms);
     }

@@ -168,7 +168,7 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     int status = kvx_access_allow(access, (uint32_t)frame->tag);
-    status = status == KVX_OK ? kvx_access_range(access, 0, frame->value) : status;
+    status = status == KVX_OK ? kvx_access_claim(access, frame->value) : status;
     if (status == KVX_OK && conn->attached.count >= hixl->config->grants_max) {
         status = KVX_E_REFUSED;
     }

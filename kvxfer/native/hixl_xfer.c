@@ -19,95 +19,13 @@
 
 #define TIMER_SLACK_NS 10000
 
-/* -- lists --------------------------------------------------------------------------------------------------------- */
-
-static void run_push(hixl_link *link, hixl_xfer *xfer) {
-    if (xfer->running) {
-        return;
-    }
-    xfer->running = true;
-    xfer->run_next = NULL;
-    if (link->run_last != NULL) {
-        link->run_last->run_next = xfer;
-    } else {
-        link->run_first = xfer;
-    }
-    link->run_last = xfer;
-}
-
-static void run_push_front(hixl_link *link, hixl_xfer *xfer) {
-    xfer->running = true;
-    xfer->run_next = link->run_first;
-    link->run_first = xfer;
-    if (link->run_last == NULL) {
-        link->run_last = xfer;
-    }
-}
-
-static hixl_xfer *run_pop(hixl_link *link) {
-    hixl_xfer *xfer = link->run_first;
-    if (xfer != NULL) {
-        link->run_first = xfer->run_next;
-        if (link->run_first == NULL) {
-            link->run_last = NULL;
-        }
-        xfer->running = false;
-    }
-    return xfer;
-}
-
-static void run_remove(hixl_link *link, hixl_xfer *xfer) {
-    if (!xfer->running) {
-        return;
-    }
-    hixl_xfer *before = NULL;
-    for (hixl_xfer *at = link->run_first; at != xfer; at = at->run_next) {
-        before = at;
-    }
-    if (before != NULL) {
-        before->run_next = xfer->run_next;
-    } else {
-        link->run_first = xfer->run_next;
-    }
-    if (link->run_last == xfer) {
-        link->run_last = before;
-    }
-    xfer->running = false;
-}
-
-static void link_push(hixl_link *link, hixl_xfer *xfer) {
-    xfer->link = link;
-    xfer->previous = NULL;
-    xfer->next = link->first;
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer;
-    }
-    link->first = xfer;
-    run_push(link, xfer);
-}
-
-static void link_remove(hixl_xfer *xfer) {
-    hixl_link *link = xfer->link;
-    if (link == NULL) {
-        return;
-    }
-    run_remove(link, xfer);
-    if (xfer->previous != NULL) {
-        xfer->previous->next = xfer->next;
-    } else {
-        link->first = xfer->next;
-    }
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer->previous;
-    }
-}
-
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
 void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
-    kvx_op_complete(xfer->op, status, xfer->bytes, 0, status == KVX_OK ? -1 : xfer->segment_failed);
+    int raw = status == xfer->status ? (int)xfer->raw : 0;
+    kvx_op_complete(xfer->op, status, xfer->bytes, raw, status == KVX_OK ? -1 : xfer->segment_failed);
     free(xfer);
     pthread_mutex_lock(&hixl->lock);
     peer->ops--;
@@ -130,9 +48,10 @@ static int reason_to_end(const hixl_xfer *xfer) {
 static void finish(hixl_xfer *xfer) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
-    link_remove(xfer);
+    kvx_hixl_queue_remove(xfer);
     pthread_mutex_lock(&hixl->lock);
     if (xfer->status == KVX_E_LINK && reason_to_end(xfer) != KVX_OK) {
+        xfer->raw = 0;
         xfer->status = reason_to_end(xfer); /* the link was given up for its sake, or with its peer */
     }
     if (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY && (peer->lost || peer->closing)) {
@@ -153,6 +72,8 @@ static void fail(hixl_xfer *xfer, int status, int segment) {
     if (xfer->status == KVX_OK) {
         xfer->status = status;
         xfer->segment_failed = segment;
+        bool vendors = status == KVX_E_LINK || status == KVX_E_DEVICE || status == KVX_E_TIMEOUT;
+        xfer->raw = vendors && xfer->link != NULL ? xfer->link->raw : 0;
     }
 }
 
@@ -165,7 +86,7 @@ static int of_an_op(int status) {
 static void step(hixl_xfer *xfer) {
     if (xfer->status != KVX_OK) {
         xfer->left = 0;
-        run_remove(xfer->link, xfer);
+        kvx_hixl_run_remove(xfer->link, xfer);
     }
     if (xfer->left == 0 && xfer->live == 0 && !xfer->doubtful) {
         finish(xfer);
@@ -177,6 +98,7 @@ void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
         next = xfer->next;
         if (xfer->live == 0 && !xfer->doubtful) {
             fail(xfer, status, -1);
+            xfer->raw = xfer->status == status ? link->raw : xfer->raw;
             step(xfer);
         }
     }
@@ -249,12 +171,14 @@ static bool poll_network(hixl_link *link) {
     uint32_t asked = 0;
     for (hixl_batch *batch = link->batch_first, *next; batch != NULL && asked < HIXL_HEAD_POLLS; batch = next) {
         next = batch->next;
-        int status = api->poll(link->device->engine, batch->request, NULL);
+        uint32_t raw = 0;
+        int status = api->poll(link->device->engine, batch->request, &raw);
         if (status == KVX_PENDING) {
             before = batch;
             asked++;
             continue;
         }
+        link->raw = raw;
         hixl_xfer *xfer = batch->xfer;
         batch_end(link, batch, before, status, false);
         if (status == KVX_OK) {
@@ -272,10 +196,12 @@ static bool poll_copies(hixl_link *link) {
     if (link->live == 0) {
         return false;
     }
-    int status = device->hixl->api->stream_poll(device->index, link->stream, NULL);
+    uint32_t raw = 0;
+    int status = device->hixl->api->stream_poll(device->index, link->stream, &raw);
     if (status == KVX_PENDING) {
         return false;
     }
+    link->raw = raw;
     while (link->batch_first != NULL) {
         hixl_xfer *xfer = link->batch_first->xfer;
         batch_end(link, link->batch_first, NULL, status, false);
@@ -318,14 +244,14 @@ static cut cut_batch(const hixl_xfer *xfer, uint64_t remote) {
     return made;
 }
 
-static int submit_copies(hixl_link *link, bool put, uint32_t count) {
+static int submit_copies(hixl_link *link, bool put, uint32_t count, uint32_t *raw_p) {
     hixl_device *device = link->device;
     for (uint32_t i = 0; i < count; i++) {
         void *local = (void *)(uintptr_t)device->ops[i].local, *remote = (void *)(uintptr_t)device->ops[i].remote;
         device->copies[i] = (kvx_ascend_copy){
             .target = put ? remote : local, .source = put ? local : remote, .length = device->ops[i].length};
     }
-    return device->hixl->api->copy_batch(device->index, link->stream, device->copies, count, NULL);
+    return device->hixl->api->copy_batch(device->index, link->stream, device->copies, count, raw_p);
 }
 
 /* KVX_OK, KVX_AGAIN, or the xfer failed with it; *broken_p: and the link with it. */
@@ -348,12 +274,13 @@ static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
     cut made = cut_batch(xfer, remote);
     *batch = (hixl_batch){.xfer = xfer, .bytes = made.bytes, .segment = xfer->segment};
     int status = link->route == HIXL_BY_COPY
-                     ? submit_copies(link, put, made.count)
+                     ? submit_copies(link, put, made.count, &raw)
                      : api->submit(device->engine, link->remote, put, device->ops, made.count, &batch->request, &raw);
     if (status != KVX_OK) {
         free(batch);
         bool harmless = status == KVX_AGAIN || (link->route == HIXL_BY_NETWORK && status < KVX_E_CANCELLED);
         *broken_p = !harmless;
+        link->raw = raw;
         xfer->doubtful |= !harmless;
         return status;
     }
@@ -399,17 +326,17 @@ static void serve(hixl_link *link, uint64_t now_ms) {
             }
             break;
         }
-        (void)run_pop(link);
+        (void)kvx_hixl_run_pop(link);
         int status = submit_batch(link, xfer, &broken);
         if (status == KVX_AGAIN) {
-            run_push_front(link, xfer);
+            kvx_hixl_run_push_front(link, xfer);
             link->again_ms = now_ms + HIXL_AGAIN_MS;
             break;
         }
         if (status != KVX_OK) {
             fail(xfer, broken ? of_an_op(status) : status, (int)xfer->segment);
         } else if (xfer->left > 0) {
-            run_push(link, xfer);
+            kvx_hixl_run_push(link, xfer);
         }
         step(xfer);
     }
@@ -442,7 +369,7 @@ static void scan(hixl_link *link, uint64_t now_ms) {
             continue;
         }
         xfer->left = 0;
-        run_remove(link, xfer);
+        kvx_hixl_run_remove(link, xfer);
         if (xfer->grace_ms == 0) {
             xfer->grace_ms = now_ms + hixl->config->cancel_ms;
         }
@@ -473,7 +400,7 @@ static void inbox_take(hixl_device *device) {
         hixl_link *link = NULL;
         int status = kvx_hixl_link_for(device, xfer->import, &link);
         if (status == KVX_OK) {
-            link_push(link, xfer);
+            kvx_hixl_queue_push(link, xfer);
         } else {
             fail(xfer, status, -1);
             finish(xfer);

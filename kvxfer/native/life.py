@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import Caps, EngineConfig, Event, TransportInfo
 from kvxfer.native.status import Status
 from kvxfer.native.views import Views
+from kvxfer.tasks import to_the_end
 
 DRAIN_MAX = 256
 forks_seen = 0  # read by `forks` and, on the way of every transfer, directly
@@ -121,30 +123,56 @@ class Life:
 
     def close(self) -> None:
         """Complete every token (CLOSED unless it was done), join every thread, unmap every allocation. Idempotent."""
-        if self._engine is None:
-            return
+        if self._engine is not None:
+            engine = self._begin_close()
+            self._stop(engine)
+            self._deliver_last(engine)
+            self._end_close(engine)
+
+    async def aclose(self) -> None:
+        """`close` that holds no loop: threads that copy, and gigabytes that are given back, take their time.
+
+        Other calls get a `ClosedError` from its beginning. Cancelled, it still comes to its end.
+        """
+        if self._engine is not None:
+            engine = self._begin_close()
+            with ThreadPoolExecutor(1, "kvxfer-close") as own:  # the loop's own threads may all be taken
+                await to_the_end(own, self._stop, engine)
+                self._deliver_last(engine)
+                await to_the_end(own, self._end_close, engine)
+
+    def _begin_close(self) -> Any:
         engine = self._mine()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(lib.kvx_engine_fd(engine))
-        lib.kvx_engine_stop(engine)
-        while self._drain_once(engine, closing=True) == DRAIN_MAX:
-            pass
         with self._guests_left:
             self._engine = None
+        for views in (self._views, self._pinned_views, self._import_views):
+            views.begin_close()
+        return engine
+
+    def _stop(self, engine: Any) -> None:
+        """Not before the last guest has left: it may be inside a transport, which is closed here."""
+        with self._guests_left:
             while self._guests:
                 self._guests_left.wait()
-        self._close_native(engine)
+        lib.kvx_engine_stop(engine)
 
-    def _close_native(self, engine: Any) -> None:
-        def end() -> None:
-            lib.kvx_engine_close(engine)
+    def _deliver_last(self, engine: Any) -> None:
+        while self._drain_once(engine, closing=True) == DRAIN_MAX:
+            pass
 
-        self._views.close(lambda: self._pinned_views.close(lambda: self._import_views.close(end)))
+    def _end_close(self, engine: Any) -> None:
+        lib.kvx_engine_close(engine)
+        for views in (self._views, self._pinned_views, self._import_views):
+            views.end_close()
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and self._fork == forks_seen:
             engine, self._engine = self._engine, None
-            self._close_native(engine)
+            for views in (self._views, self._pinned_views, self._import_views):
+                views.begin_close()
+            self._end_close(engine)
             warnings.warn("an Engine was not closed", ResourceWarning, source=self, stacklevel=1)
 
     def _mine(self) -> Any:

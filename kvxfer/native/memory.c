@@ -166,13 +166,15 @@ static uint64_t alignment_of(const kvx_core *core) {
 }
 
 /* Tells every transport about an inserted region; on failure takes all of it back (the box stays the caller's). */
-static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p) {
+static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p, kvx_mem_why *why) {
     uint32_t told = 0;
     int status = KVX_OK;
+    box->region.why = why;
     for (; told < core->slot_count && status == KVX_OK; told++) {
         kvx_slot *slot = &core->slots[told];
         status = slot->ops.mem_register(slot->transport, &box->region);
     }
+    box->region.why = NULL;
     if (status != KVX_OK) {
         for (uint32_t i = 0; i + 1 < told; i++) {
             core->slots[i].ops.mem_release(core->slots[i].transport, &box->region, NULL);
@@ -290,7 +292,7 @@ static int register_new(kvx_core *core, region_box *box, const kvx_register_args
         bool known = status != KVX_PENDING;
         status = known ? status : insert_locked(core, box);
         kvx_unlock(core);
-        if (!known && status == KVX_OK && (status = announce(core, box, info_p)) == KVX_OK) {
+        if (!known && status == KVX_OK && (status = announce(core, box, info_p, why)) == KVX_OK) {
             return KVX_OK;
         }
     }
@@ -399,7 +401,7 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
         kvx_unlock(core);
     }
     if (status == KVX_OK) {
-        status = announce(core, box, info_p);
+        status = announce(core, box, info_p, why);
     }
     if (status != KVX_OK) {
         give_back(box);

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
+from kvxfer.block_parts import BlockParts
 from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import DeviceInfo, Event, GrantInfo, MemoryKind, RegionInfo
@@ -119,12 +122,22 @@ class Memory(Life):
             raise error_for(status, what="release", region=region)
         return self._future(self._token_p[0])
 
-    def grant(self, region: int, offset: int, length: int, access: int) -> GrantInfo:
-        """Let peers reach a part of a region; ``access`` is 1 read, 2 write, 3 both. The key is new and random."""
+    def grant(self, region: int, offset: int, length: int, access: int, blocks: BlockParts | None = None) -> GrantInfo:
+        """Let peers reach a part of a region; ``access`` is 1 read, 2 write, 3 both. The key is new and random.
+
+        With ``blocks`` (relative to ``offset``) only these pieces of it, as far as the transport of the peer lets us
+        see each access (tcp, loop): who maps memory, or has its card write, is given the whole range.
+        """
         check_length(length)
         check_length(offset)
         info = ffi.new("kvx_grant_info *")
-        status = lib.kvx_grant_create(self._mine(), region, offset, length, access, info)
+        where = (self._mine(), region, offset, length, access)
+        if blocks is None:
+            status = lib.kvx_grant_create(*where, info)
+        else:
+            parts = ffi.from_buffer("kvx_part[]", np.ascontiguousarray(blocks.parts))
+            ids = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(blocks.blocks))
+            status = lib.kvx_grant_create_blocks(*where, parts, len(parts), ids, len(ids), info)
         if status != 0:
             raise error_for(status, what="grant", region=region, offset=offset, length=length)
         return GrantInfo(

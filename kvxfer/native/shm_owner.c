@@ -103,7 +103,7 @@ static int check(const shm_link *link, const shm_message *message, const kvx_acc
         return KVX_E_INVALID;
     }
     int status = kvx_access_allow(access, message->import.access);
-    return status == KVX_OK ? kvx_access_range(access, 0, message->import.length) : status;
+    return status == KVX_OK ? kvx_access_claim(access, message->import.length) : status;
 }
 
 /* Fills the answer; on KVX_OK the initiator is attached and *fd_p is to be sent. */

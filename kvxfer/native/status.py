@@ -13,6 +13,8 @@ from enum import IntEnum
 from kvxfer import errors
 from kvxfer.errors import Field, KvxferError
 
+ERRNO_MAX = 4095  # of the kernel's; what is larger was answered by an accelerator's library
+
 
 class Status(IntEnum):
     """``enum kvx_status`` without its prefix."""
@@ -181,7 +183,9 @@ def error_for(
 ) -> KvxferError:
     """The typed error of a native status; ``what`` names the call that failed."""
     kind, message, hint = _entry(status)
-    if sys_errno:
+    if sys_errno > ERRNO_MAX:
+        fields["vendor_status"] = sys_errno
+    elif sys_errno:
         fields["errno"] = sys_errno
         message = f"{message}: {os.strerror(sys_errno)}"
     if what:

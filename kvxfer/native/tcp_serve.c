@@ -210,7 +210,7 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
     }
     if (status == KVX_OK && rx->frame.type == KVX_FRAME_ATTACH) {
         /* an import also says what its descriptor claims: a claim too large fails here, not in the middle of an op */
-        status = kvx_access_range(access_p, 0, rx->frame.value);
+        status = kvx_access_claim(access_p, rx->frame.value);
         status = status == KVX_OK ? kvx_access_allow(access_p, (uint32_t)rx->frame.tag) : status;
     }
     if (status == KVX_OK && rx->frame.type != KVX_FRAME_DETACH) {

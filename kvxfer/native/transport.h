@@ -24,6 +24,7 @@
 #include <stdbool.h>
 
 #include "api.h"
+#include "blocks.h"
 
 typedef struct kvx_core kvx_core;
 typedef struct kvx_op kvx_op;
@@ -45,6 +46,7 @@ typedef struct kvx_region {
     uint64_t arena_id;
     uint8_t *arena_base;
     uint64_t arena_length;
+    kvx_mem_why *why; /* during mem_register: where a transport that refuses may say more; otherwise NULL */
 } kvx_region;
 
 /* The right of peers to reach a part of a region. */
@@ -53,7 +55,8 @@ typedef struct kvx_grant {
     kvx_region *region;
     uint64_t offset; /* of the grant within the region */
     uint64_t length;
-    uint32_t access; /* KVX_READ | KVX_WRITE */
+    uint32_t access;    /* KVX_READ | KVX_WRITE */
+    kvx_blocks *blocks; /* what of it may be reached; NULL = all */
     uint8_t key[KVX_KEY_BYTES];
     _Atomic bool revoked; /* set by the core before mem_release; look at it between chunks */
 } kvx_grant;
@@ -117,6 +120,7 @@ typedef struct kvx_access {
     kvx_grant *grant; /* stays valid until kvx_access_end */
     uint8_t *base;    /* of the grant */
     uint64_t length;
+    kvx_blocks_cursor cursor; /* kvx_access_range's own */
 } kvx_access;
 
 typedef struct kvx_transport_ops {
@@ -225,8 +229,10 @@ int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_ac
  * grant with KVX_E_UNSUPPORTED, since its caller would touch the bytes. */
 int kvx_access_begin_any(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
 int kvx_access_allow(const kvx_access *access, uint32_t rights);
-int kvx_access_range(const kvx_access *access, uint64_t offset,
-                     uint64_t length); /* overflow-safe; KVX_OK or KVX_E_RANGE */
+/* May these bytes be reached? Overflow-safe; KVX_OK or KVX_E_RANGE. */
+int kvx_access_range(kvx_access *access, uint64_t offset, uint64_t length);
+/* Is the grant as long as a descriptor claims? */
+int kvx_access_claim(const kvx_access *access, uint64_t length);
 void kvx_access_end(kvx_core *core, kvx_access *access);
 
 /* Owner side: a notification for Python. KVX_AGAIN: the queue is full; do not read further from that peer, and try

@@ -140,7 +140,7 @@ static void loop_query(void *transport, kvx_transport_info *info_p) {
     loop_transport *loop = transport;
     *info_p = (kvx_transport_info){
         .caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK | KVX_CAP_SAME_HOST | KVX_CAP_OWN |
-                (loop->manual ? 0u : KVX_CAP_INLINE),
+                KVX_CAP_BLOCKS | (loop->manual ? 0u : KVX_CAP_INLINE),
         .alignment = 1,
         .region_bytes_max = UINT64_MAX,
         .copies_x100 = 100,
@@ -362,7 +362,7 @@ static int move(const loop_transport *loop, const kvx_op *op, kvx_place target, 
     return status == KVX_OK && before != after ? KVX_E_INTEGRITY : status;
 }
 
-static int range_check(const kvx_access *access, const kvx_op *op, loop_item *at) {
+static int range_check(kvx_access *access, const kvx_op *op, loop_item *at) {
     for (uint32_t i = 0; i < op->count; i++) {
         if (kvx_access_range(access, op->segments[i].remote_offset, op->segments[i].length) != KVX_OK) {
             at->segment = i;

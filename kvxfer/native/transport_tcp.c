@@ -511,7 +511,7 @@ static void tcp_query(void *transport, kvx_transport_info *info_p) {
     const tcp_transport *tcp = transport;
     snprintf(info_p->name, sizeof info_p->name, "tcp");
     snprintf(info_p->endpoint, sizeof info_p->endpoint, "%s", tcp->endpoint);
-    info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK;
+    info_p->caps = KVX_CAP_PUT | KVX_CAP_GET | KVX_CAP_NOTIFY | KVX_CAP_CHECK | KVX_CAP_BLOCKS;
     if (tcp->encrypted) {
         info_p->caps |= KVX_CAP_ENCRYPTED;
         memcpy(info_p->secret, tcp->secret, sizeof info_p->secret);

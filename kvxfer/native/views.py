@@ -70,11 +70,14 @@ class Views:
                 if forget is None or not forget(looked.region):
                     self._unmap(looked.address, looked.mapped_length)
 
-    def close(self, engine_close: Callable[[], None]) -> None:
-        """Run the engine's close while no view can go."""
+    def begin_close(self) -> None:
+        """The engine is about to close: it is not told any more, and what goes meanwhile is unmapped at the end."""
         with self._lock:
             self._closing = True
-            engine_close()
+
+    def end_close(self) -> None:
+        """The engine is closed."""
+        with self._lock:
             self._closed = True
             for looked in self._late:
                 self._unmap(looked.address, looked.mapped_length)

@@ -95,10 +95,10 @@ class Landing:
         try:
             self._client.enter(self, self._fail)
             descriptors = []
-            for region in self._cache.regions:
-                descriptors.append(region.lend("w", self._region_released))
-                self._grants.append((region, descriptors[-1].grant))
-                plane.memory.watch(descriptors[-1].grant, self._on_data)
+            for region, descriptor in self._cache.lend("w", table, self._region_released):
+                descriptors.append(descriptor)
+                self._grants.append((region, descriptor.grant))
+                plane.memory.watch(descriptor.grant, self._on_data)
             plane.stalls.begin(self, self._progress)
             body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)

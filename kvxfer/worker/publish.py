@@ -124,10 +124,10 @@ class Publication:
         try:
             self._client.enter(self, self._client_closed)
             descriptors = []
-            for region in self._cache.regions:
-                descriptors.append(region.lend("r", self._region_released))
-                self._grants.append((region, descriptors[-1].grant))
-                plane.memory.watch(descriptors[-1].grant, self._on_data)
+            for region, descriptor in self._cache.lend("r", self._table, self._region_released):
+                descriptors.append(descriptor)
+                self._grants.append((region, descriptor.grant))
+                plane.memory.watch(descriptor.grant, self._on_data)
             posting = Posting(
                 layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
             )

@@ -44,7 +44,7 @@ async def behind_proxies(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         "connect_s": "1",
         "handshake_s": "1",
         "mail_ttl_s": "2",
-        "mailboxes_max": "2000",
+        "mailboxes_max": "400",
     }
     directory = tmp_path_factory.mktemp("proxied")
     async with cluster(directory, "tcp", sides="abc", proxied="a", daemons=times) as found:

@@ -28,21 +28,26 @@ async def kill(side: Side, *, daemon: bool, worker: bool) -> None:
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
 async def test_c16_a_peer_that_restarts_again_and_again(tcp_nodes: Cluster, rounds: int) -> None:
     a, b = await tcp_nodes.fresh(a=slow("tcp", "chunk_bytes=65536,chunk_ms=5"))
+    long = 512 * BLOCK  # seconds: whatever the machine does meanwhile, it is still under way when its peer is killed
     await a.do("alloc", name="m", length=LENGTH)
     await a.do("fill", name="m", seed=1, block=BLOCK)
+    await a.do("alloc", name="long", length=long)
+    await a.do("fill", name="long", seed=2, block=BLOCK, count=1)
     pid, then = a.process.pid, (0, 0)
     for number in range(1, rounds + 1):
-        await b.do("alloc", name="m", length=LENGTH)
+        await b.do("alloc", name="m", length=long)
         target = (await b.do("describe", name="m"))["descriptor"]
         with within(3, "the first transfer to a new peer"):
             await a.do("start", name="t", way="put", region="m", descriptor=target)
             assert (await a.do("outcome", name="t"))["state"] == "done"
             assert (await a.do("send", to=b.node))["outcomes"] == ["done"]
-        assert (await b.do("digest", name="m"))["sha"] == pattern_sha(1, range(8), BLOCK)
+        assert (await b.do("digest", name="m", length=LENGTH))["sha"] == pattern_sha(1, range(8), BLOCK)
         if number == 2:
             then = (a.fds(), a.rss_bytes())
-        await a.do("start", name="u", way="put", region="m", descriptor=target)
-        await asyncio.sleep(0.02)
+        await a.do("start", name="u", way="put", region="long", descriptor=target)
+        with within(2, "the first block of the second transfer"):
+            while (await b.do("digest", name="m", length=BLOCK))["sha"] != pattern_sha(2, range(1), BLOCK):
+                await asyncio.sleep(0.005)
         await kill(b, daemon=True, worker=True)
         ended = await a.do("outcome", name="u")
         assert ended["error"] in ("peer_lost", "revoked", "stale_descriptor"), ended

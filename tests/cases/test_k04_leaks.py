@@ -87,9 +87,9 @@ async def test_c23_slots_free_themselves(behind_proxies: Cluster) -> None:
         a.data.heal()
 
 
-@pytest.mark.parametrize("count", [6000, pytest.param(200_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 async def test_c25_announcements_that_nobody_claims(behind_proxies: Cluster, count: int) -> None:
-    """To C's daemon, which holds 2000 channels at most, each message for 2 s."""
+    """To C's daemon, which holds 400 channels at most, each message for 2 s; a slow machine sends more too."""
     _, a, b = await behind_proxies.fresh()
     for side in (a, b):
         await side.do("alloc", name="m", length=8 * BLOCK)
@@ -106,7 +106,7 @@ async def test_c25_announcements_that_nobody_claims(behind_proxies: Cluster, cou
         assert set(outcomes) <= {"done", "too_many_pending"}, outcomes
         refused += outcomes.get("too_many_pending", 0)
         sent += some
-        assert await metric(b, "kvxfer_channels") <= 2000
+        assert await metric(b, "kvxfer_channels") <= 400
         loaded += (await a.do("latencies", count=50, **how))["seconds"]
     assert refused > 0, "beyond the cap the sender is told"
     assert b.rss_bytes(b.daemon) - rss <= 32 << 20

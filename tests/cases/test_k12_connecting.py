@@ -66,9 +66,9 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 @BOTH
-async def test_c62_the_first_transfer_is_nearly_as_quick_as_the_others(transport: str) -> None:
-    """The best of three, since other work on this machine only adds. What is allowed beside the multiple is the time of
-    a connection's round trips, which a transfer of some microseconds cannot hide.
+async def test_c62_the_first_transfer_waits_for_a_connection_and_nothing_else(transport: str) -> None:
+    """The best of three, since other work on this machine only adds. A bare transfer of some microseconds cannot hide
+    the round trips of its first connection, so their time is allowed beside the multiple; a request can, see below.
     """
     firsts, prepared, warm = [], [], []
     for ahead in (False, True) * 3:
@@ -84,9 +84,13 @@ async def test_c62_the_first_transfer_is_nearly_as_quick_as_the_others(transport
 
 
 @BOTH
-async def test_c62_a_flow_after_connect_is_nearly_as_quick_as_the_others(transport: str) -> None:
+@pytest.mark.parametrize(("connected", "times"), [(False, 10), (True, 2)])
+async def test_c62_the_first_request_is_nearly_as_quick_as_the_others(
+    transport: str, connected: bool, times: int
+) -> None:
+    """A prompt's cache, from the offer to its last byte: what the user of the case sent. Without allowances."""
     table, firsts, warm = BlockTable.of(range(4), tokens=64), [], []
-    for _ in range(3):
+    for _ in range(5):
         async with two_nodes([transport]) as (a, b):
             source, target = [await make_cache(side, small_geometry(), 4) for side in (a, b)]
 
@@ -98,11 +102,14 @@ async def test_c62_a_flow_after_connect_is_nearly_as_quick_as_the_others(transpo
                 async with a.push(name, to=b.addresses, cache=source, table=table) as sending:
                     await sending.layers()
 
-            await a.connect(b.addresses)
+            if connected:
+                await a.connect(b.addresses)
             took = [await timed(asyncio.gather(receive(f"r{n}"), send(f"r{n}"))) for n in range(15)]
             firsts.append(took[0])
             warm.append(median(took[1:]))
-    assert min(firsts) <= 2 * min(warm) + 0.010, (firsts, warm)
+    assert max(firsts) <= limit(0.5)
+    assert min(firsts) <= limit(times) * min(warm), (firsts, warm)
+    assert min(warm) <= limit(0.020), "a message waited for the acknowledgement of the one before it"
 
 
 def fetch(url: str) -> tuple[int, str]:

@@ -38,7 +38,9 @@ def resident_bytes() -> int:
 
 def handles(*clients: kvxfer.Client) -> dict[str, Any]:
     """What must be the same at 20% and at the end."""
-    found: dict[str, Any] = {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+    found: dict[str, Any] = {"fds": len(os.listdir("/proc/self/fd"))}
+    # The loop's own executor is bounded by itself, and makes its threads when it first has so much to do at once.
+    found["threads"] = len([one for one in threading.enumerate() if not one.name.startswith("asyncio_")])
     found["tasks"] = len([task for task in asyncio.all_tasks() if not task.done()])
     for number, client in enumerate(clients):
         counters = client.plane.engine.counters()
@@ -61,8 +63,6 @@ async def test_c71_hours_of_work_leave_nothing(transport: str) -> None:
         good = target.descriptor("w")
         bad = replace(good, generation=good.generation + 1)
         memory = np.zeros(BLOCK, np.uint8)
-        for thread in [asyncio.to_thread(lambda: None) for _ in range(8)]:
-            await thread  # the pool of threads has its size
         ended: Counter[str] = Counter()
 
         async def one(number: int) -> None:
@@ -91,7 +91,9 @@ async def test_c71_hours_of_work_leave_nothing(transport: str) -> None:
         warm, warm_bytes, warm_objects = handles(a, b), resident_bytes(), objects()
         await some(0.8, transfers)
         await asyncio.sleep(0.2)
-        await until(lambda: handles(a, b) == warm, within_s=10)
+        with contextlib.suppress(TimeoutError):  # said below, with what differs
+            await until(lambda: handles(a, b) == warm, within_s=10)
+        assert handles(a, b) == warm
         grown = objects()
         grown.subtract(warm_objects)
         assert not {name: count for name, count in grown.items() if count > 100}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.block_parts import BlockParts
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
 from tests.native.device_bytes import DeviceBytes
 
@@ -244,11 +245,19 @@ class Pair:
         assert event.status == 0, event
         return handle
 
-    async def reach(self, length: int, *, access: int = BOTH, how: str = "alloc", local: int | None = None) -> Reach:
+    async def reach(
+        self,
+        length: int,
+        *,
+        access: int = BOTH,
+        how: str = "alloc",
+        local: int | None = None,
+        blocks: BlockParts | None = None,
+    ) -> Reach:
         """All that a transfer needs: memory on both sides, a grant, a peer and an import."""
         remote, remote_bytes = self.owner.make(how, length)
         mine, mine_bytes = self.initiator.make(how, length if local is None else local)
-        grant = self.owner.engine.grant(remote.id, 0, length, access)
+        grant = self.owner.engine.grant(remote.id, 0, length, access, blocks)
         peer = await self.connect()
         return Reach(self, remote, remote_bytes, mine, mine_bytes, grant, peer, await self.import_(peer, grant))
 

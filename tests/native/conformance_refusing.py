@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.block_parts import BlockParts
 from kvxfer.errors import (
     AccessDenied,
     InvalidLength,
@@ -18,6 +19,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import EventKind, OpKind
+from kvxfer.native.facts import Caps
 from kvxfer.native.status import Status
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, WRITE, Pair, Reach, segments, settled
 
@@ -97,6 +99,50 @@ async def test_the_owner_checks_the_range(pair: Pair, kind: OpKind, length: int,
     rows = segments((0, offset, length))
     assert await refused(pair, reach, kind, rows, length=claimed) == Status.RANGE
     await still_works(reach)
+
+
+PIECE, STRIDE, SECOND = 48 * KIB, 64 * KIB, 512 * KIB
+PARTS = BlockParts(
+    parts=np.array([(0, STRIDE, PIECE), (SECOND, STRIDE, STRIDE)], np.uint64), blocks=np.array([1, 4, 5], np.uint64)
+)
+
+
+@KINDS
+async def test_the_blocks_of_a_grant_can_be_reached(pair: Pair, kind: OpKind) -> None:
+    reach = await pair.reach(MIB, blocks=PARTS)
+    reach.fill()
+    rows = segments(
+        (0, STRIDE, PIECE), (MIB // 2, 4 * STRIDE + 5, 100), (200 * KIB, SECOND + 4 * STRIDE + 10, 2 * STRIDE - 20)
+    )
+    assert (await settled(reach.many(kind, rows))).status == 0
+    for local, remote, length in rows.tolist():
+        assert np.array_equal(
+            np.array(reach.mine_bytes[local : local + length]), np.array(reach.remote_bytes[remote : remote + length])
+        )
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "outside",
+    [(0, 100), (STRIDE + PIECE - 50, 51), (2 * STRIDE, 10), (3 * STRIDE, 2 * STRIDE), (SECOND, STRIDE), (MIB - 9, 9)],
+    ids=["another block", "into a gap", "behind a gap", "from one into the next", "the other part", "the end"],
+)
+async def test_other_blocks_cannot(pair: Pair, kind: OpKind, outside: tuple[int, int]) -> None:
+    """Where the owner sees each access. Elsewhere they can, and that is said: mapped or one-sided is all of it."""
+    reach = await pair.reach(MIB, blocks=PARTS)
+    reach.fill()
+    mine, remote = np.array(reach.mine_bytes), np.array(reach.remote_bytes)
+    offset, length = outside
+    event = await settled(reach.many(kind, segments((0, STRIDE, 64), (100, offset, length))))
+    if not pair.info.caps & Caps.BLOCKS:
+        assert event.status == 0
+        return
+    assert event.status == Status.RANGE
+    if pair.base == "tcp":
+        assert event.segment == 1
+    changed = (np.array(reach.mine_bytes) != mine).sum() + (np.array(reach.remote_bytes) != remote).sum()
+    assert changed == 0, "not even what was allowed, since the request was not"
+    assert (await settled(reach.many(kind, segments((0, STRIDE, 64))))).status == 0
 
 
 @pytest.mark.parametrize(("kind", "given"), [(OpKind.PUT, READ), (OpKind.GET, WRITE)])

@@ -144,8 +144,8 @@ class FarEngine:
         self.transports: Any = ()
         self.closed = False
 
-    def grant(self, region: int, offset: int, length: int, access: int) -> GrantInfo:
-        return cast(GrantInfo, self._owners.ask(self._side, "grant", region, offset, length, access))
+    def grant(self, *arguments: Any) -> GrantInfo:
+        return cast(GrantInfo, self._owners.ask(self._side, "grant", *arguments))
 
     def attached(self, grant: int) -> int:
         return int(self._owners.ask(self._side, "attached", grant))

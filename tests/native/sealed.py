@@ -22,6 +22,7 @@ from tests.native.kvxd import ACCEPTOR, DIALLER, Refused, Speaker
 VERSION = 2
 SECRET = bytes(range(100, 132))
 HELLO_BYTES, TEXT_MAX, TAG_BYTES = 96, 65536, 16
+RECORDS_MAX = 1 << 20  # of one key
 X25519, GET_TAG, SET_TAG = 1034, 0x10, 0x11
 
 ffi = cffi.FFI()
@@ -96,26 +97,37 @@ def gcm(key: bytes, nonce: bytes, head: bytes, data: bytes, tag: bytes | None) -
 
 
 class Way:
-    """One direction's keys."""
+    """One direction's keys, each for ``records_max`` records."""
 
-    def __init__(self, chain: bytes) -> None:
-        self.key = expand(chain, "kvxfer sealed 2 key", 32)
-        self.iv = expand(chain, "kvxfer sealed 2 iv", 12)
+    def __init__(self, chain: bytes, records_max: int = RECORDS_MAX) -> None:
+        self.chain, self.records_max = chain, records_max
+        self.keys = 0
+        self.turn()
+
+    def turn(self) -> None:
+        self.key = expand(self.chain, "kvxfer sealed 2 key", 32)
+        self.iv = expand(self.chain, "kvxfer sealed 2 iv", 12)
+        self.chain = expand(self.chain, "kvxfer sealed 2 next", 32)
+        self.keys += 1
         self.number = 0
 
     def nonce(self) -> bytes:
+        if self.number == self.records_max:
+            self.turn()
         number = int.from_bytes(self.iv, "big") ^ self.number
         self.number += 1
         return number.to_bytes(12, "big")
 
     def seal(self, text: bytes) -> bytes:
         head = struct.pack("<I", len(text))
-        sealed = gcm(self.key, self.nonce(), head, text, None)
+        nonce = self.nonce()
+        sealed = gcm(self.key, nonce, head, text, None)
         assert sealed is not None
         return head + sealed
 
     def open(self, head: bytes, sealed: bytes) -> bytes | None:
-        return gcm(self.key, self.nonce(), head, sealed[:-TAG_BYTES], sealed[-TAG_BYTES:])
+        nonce = self.nonce()
+        return gcm(self.key, nonce, head, sealed[:-TAG_BYTES], sealed[-TAG_BYTES:])
 
 
 class SealedReader:
@@ -139,6 +151,13 @@ class SealedReader:
 
     async def read(self) -> bytes:
         return await self._reader.read()
+
+    async def anything(self) -> bytes:
+        """A byte, sealed or not; empty: the other side has closed."""
+        try:
+            return await self._reader.read(1)
+        except OSError:  # uvloop: also ENOTCONN
+            return b""
 
 
 class SealedWriter:
@@ -164,6 +183,7 @@ class SealedSpeaker(Speaker):
 
     reader: Any
     writer: Any
+    records_max = RECORDS_MAX
 
     async def greet_sealed(self, secret: bytes, *, theirs: bytes | None = None, confirm: bool = True) -> int:
         """Hellos and the two empty records; the acceptor's status. ``theirs``: a hello that was read already."""
@@ -184,7 +204,7 @@ class SealedSpeaker(Speaker):
             ("kvxfer sealed 2 acceptor" if dialler else "kvxfer sealed 2 dialler", 32),
             ("kvxfer sealed 2 binding", 32),
         )
-        self.out, self.back = Way(ours), Way(other)
+        self.out, self.back = Way(ours, self.records_max), Way(other, self.records_max)
         if not dialler:
             raw.write(self.out.seal(b""))
         reader = SealedReader(self.reader, self.back)

@@ -9,7 +9,6 @@ import ctypes
 import os
 import queue
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -480,8 +479,7 @@ def test_without_libraries_the_reason_is_told(tmp_path: Path) -> None:
     )
     assert len(done.stdout.splitlines()) == 2
     assert done.stdout.count(str(tmp_path / "nowhere")) == 2
-    alloc, _ = done.stdout.splitlines()  # which has no room for every place that was looked at
-    assert re.search(r"not there\. \.\.\. \[.*\] \(`kvxfer doctor` says", alloc)
+    assert "not there. Start the process from a shell" in done.stdout.splitlines()[0]
 
 
 VICTIM = """

@@ -308,6 +308,40 @@ async def test_closing_waits_for_an_alloc_in_another_thread() -> None:
     assert len(results) == 3
 
 
+async def slow_to_register() -> tuple[Engine, asyncio.Future[Any]]:
+    """With a registration on its way in another thread, inside the transport."""
+    engine = Engine(config(transports=("fault+loop",), fault_spec="register_ms=300"))
+    engine.attach(asyncio.get_running_loop(), lambda event: None)
+    memory = np.zeros(4096, dtype=np.uint8)
+    registering = asyncio.ensure_future(asyncio.to_thread(engine.register, memory.ctypes.data, memory.nbytes))
+    while not engine._guests:
+        await asyncio.sleep(0.001)
+    return engine, registering
+
+
+async def test_a_transport_stays_open_for_a_registration_that_is_inside() -> None:
+    engine, registering = await slow_to_register()
+    engine.close()
+    await asyncio.wait([registering])  # either way: the memory is given back by the close
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_close_that_takes_time_holds_no_loop_and_comes_to_its_end(cancelled: bool) -> None:
+    engine, registering = await slow_to_register()
+    closing = asyncio.ensure_future(engine.aclose())
+    turns = 0
+    while not closing.done():
+        turns += 1
+        if turns == 5 and cancelled:
+            closing.cancel()
+        await asyncio.sleep(0.001)
+    assert turns > 10, "the loop had its turns meanwhile"
+    assert engine.closed
+    await asyncio.wait([registering])
+    assert registering.exception() is None or isinstance(registering.exception(), ClosedError)
+    assert closing.cancelled() is cancelled
+
+
 async def test_a_forked_child_is_told(side: Side) -> None:
     reading, writing = os.pipe()
     child = os.fork()

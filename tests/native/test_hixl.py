@@ -142,6 +142,13 @@ async def test_cards_work_side_by_side() -> None:
 # -- failures of the library ------------------------------------------------------------------------------------------
 
 
+async def failed(near: Near, region: RegionInfo, import_: int) -> tuple[int, int]:
+    """How a put ended, in our words and in the library's."""
+    _, future = near.start(PUT, region, import_)
+    event = await within(future)
+    return event.status, event.sys_errno
+
+
 @simulated()
 async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
     async with other() as owner, Near() as near:
@@ -149,14 +156,25 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
         import_ = await near.reach(owner)
         control(FAIL="connect:1:503900")
         await asyncio.sleep(0.005)
-        assert await near.move(PUT, mine, import_) == Status.LINK
+        assert await failed(near, mine, import_) == (Status.LINK, 503900)
+        control(FAIL="connect:1:103902")
+        await asyncio.sleep(0.2)
+        assert await failed(near, mine, import_) == (Status.PEER_LOST, 103902)
         began = time.monotonic()
         assert await near.move(PUT, mine, import_) == 0
         assert time.monotonic() - began > 0.08, "after a pause"
-        for fault in ({"FAIL": "transfer:1:503900"}, {"PARTIAL": 1}, {"FAIL": "transfer:1:507899"}, {"BREAK": 1}):
+        for fault, said in (
+            ({"FAIL": "transfer:1:503900"}, 503900),
+            ({"FAIL": "async:1:507899"}, 507899),
+            ({"PARTIAL": 1}, 503900),
+            ({"FAIL": "transfer:1:507899"}, 507899),
+            ({"BREAK": 1}, 503900),
+        ):
             control(**fault)
             await asyncio.sleep(0.005)
-            assert await near.move(PUT, mine, import_) in (Status.LINK, Status.DEVICE), fault
+            status, vendor_status = await failed(near, mine, import_)
+            assert status in (Status.LINK, Status.DEVICE), fault
+            assert vendor_status == said, fault
             control()
             await asyncio.sleep(0.005)
             assert await near.move(PUT, mine, import_) == 0, fault
@@ -346,7 +364,8 @@ async def test_a_stopped_owner() -> None:
         stopped.signal(signal.SIGSTOP)
         outcome = near.start(PUT, mine, bad)
         assert await near.move(PUT, mine, good) == 0
-        assert (await within(outcome[1])).status == Status.TIMEOUT
+        event = await within(outcome[1])
+        assert (event.status, event.sys_errno) == (Status.TIMEOUT, 0), "by our clock: the library has said nothing"
         stopped.signal(signal.SIGCONT)
         await asyncio.sleep(0.05)
         assert await near.move(PUT, mine, bad) == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import KvxferError, TransportUnavailable
+from kvxfer.errors import KvxferError, TransportError, TransportUnavailable
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind
 from kvxfer.native.status import Status
@@ -165,3 +165,28 @@ async def test_addresses_that_it_cannot_take() -> None:
         ):
             with pytest.raises(TransportUnavailable, match=words):
                 Near(**changes)
+
+
+@simulated()
+async def test_why_memory_of_a_card_is_refused() -> None:
+    """The first region of a card opens the library's engine, and is told what that one said."""
+    for options, fault, kind, words in (
+        ("Nothing=1", "", TransportUnavailable, r'no engine option "Nothing" \(hixl_options\)'),
+        (
+            "RdmaTrafficClass=many",
+            "",
+            TransportUnavailable,
+            "value in hixl_options may be wrong. .*vendor_status=103900",
+        ),
+        ("", "init:*:503900", TransportUnavailable, "injected.*vendor_status=503900"),
+        ("", "register:*:503900", TransportError, "injected.*vendor_status=503900"),
+    ):
+        control(FAIL=fault)
+        await settle()
+        async with Near(hixl_options=options) as near:
+            with pytest.raises(KvxferError, match=words) as caught:
+                near.alloc(MIB)
+            assert type(caught.value) is kind
+            control()
+            await settle()
+            assert near.engine.alloc(MIB, kind=MemoryKind.DRAM).length == MIB

@@ -38,6 +38,9 @@ def test_every_failure_has_its_error() -> None:
 
 @pytest.mark.parametrize("status", [status for status in Status if status != Status.OK])
 def test_errors_carry_what_is_known(status: Status) -> None:
+    vendors = error_for(status, sys_errno=503900)
+    assert vendors.fields == {"vendor_status": 503900}, "no errno of the system's"
+    assert "503900" in str(vendors)
     error = error_for(status, sys_errno=2, what="testing", op_id=5, peer="p", transport="t", length=9)
     assert type(error) is BY_STATUS[status][0]
     assert (error.status, error.op_id, error.peer, error.transport) == (status, 5, "p", "t")

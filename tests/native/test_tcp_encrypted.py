@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import EncryptionMismatch, PeerLost
-from kvxfer.native.engine import EventKind, OpKind
+from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.native.status import Status
 from tests.native import kvxd, sealed
-from tests.native.conformance import KIB, MIB, Side, settled, within
+from tests.native.conformance import KIB, MIB, Outcome, Side, settled, within
 from tests.native.kvxd import Frame, Type
 from tests.native.sealed import SECRET, SealedSpeaker
 from tests.native.tcp_owner import KEY, LENGTH, Owner, attached, connect, eventually, import_, initiator, owner
@@ -279,10 +279,20 @@ async def test_changed_on_the_way_to_the_owner(name: str, size: int) -> None:
     await changed(name, size, OpKind.PUT, "up")
 
 
+async def a_bit_of_the_tag() -> None:
+    """Alone: nothing in the frames would tell."""
+    await changed("a bit of the tag", 200, OpKind.PUT, "up")
+
+
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("size", [200, 40 * KIB])
 async def test_changed_on_the_way_back(name: str, size: int) -> None:
     await changed(name, size, OpKind.GET, "down")
+
+
+def passed(outcome: Outcome) -> bool:
+    event = outcome if isinstance(outcome, Event) else outcome[1].result() if outcome[1].done() else None
+    return event is not None and event.status == 0
 
 
 async def changed(name: str, size: int, kind: OpKind, way: str) -> None:
@@ -315,6 +325,7 @@ async def changed(name: str, size: int, kind: OpKind, way: str) -> None:
         await within(fired.wait())
         # A record that is missing or short is noticed with the next ones.
         while not any(event.kind == EventKind.PEER_DOWN for event in side.events):
+            assert not any(map(passed, outcomes[1:])), f"{name}: the next ones went well"
             with contextlib.suppress(PeerLost):
                 outcomes.append(side.engine.submit_one(kind, region.id, handle, 0, 0, 100))
             await asyncio.sleep(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -61,6 +62,25 @@ def test_families(host: str, reached: list[str]) -> None:
         assert port > 0
         for target in reached:
             socket.create_connection((target, port), timeout=5).close()
+
+
+async def test_small_messages_in_a_row_are_not_held_back() -> None:
+    """Whatever the event loop sets by itself: asyncio does so for some sockets only."""
+    loop = asyncio.get_running_loop()
+    accepted: asyncio.Future[asyncio.Transport] = loop.create_future()
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            accepted.set_result(transport)
+
+    async with await loop.create_server(Accepted, sock=listen_tcp("listen", Address("127.0.0.1", 0))) as server:
+        where = server.sockets[0].getsockname()
+        dialled, _ = await loop.create_connection(asyncio.Protocol, *where)
+        for side in (dialled, await accepted):
+            found = side.get_extra_info("socket")
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            side.close()
 
 
 def test_ipv6_loopback_does_not_take_ipv4() -> None:

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.block_parts import BlockParts
 from kvxfer.native.facts import Caps, GrantInfo, RegionInfo, TransportInfo
 from kvxfer.testing.sim.network import TICK_S
 
@@ -37,6 +38,7 @@ class Grant:
     region: SimRegion
     offset: int
     flow: str
+    blocks: BlockParts | None = None  # what of it may be reached
     links: dict[DataLink, int] = field(default_factory=dict)
     revoked: bool = False
     token: int = 0

@@ -33,6 +33,10 @@ class SimEngine(Owner):
 
     # -- life ------------------------------------------------------------------------------------------------
 
+    async def aclose(self) -> None:
+        """`Engine.aclose`; nothing in here takes time."""
+        self.close()
+
     def close(self) -> None:
         if self.closed:
             return
@@ -318,6 +322,7 @@ class SimEngine(Owner):
         here, memory = op.region.memory, grant.region.memory
         for near, far, length in rows:
             there = grant.offset + far
+            oracle.reached(op, grant, far, length)
             if op.kind == OpKind.PUT:
                 oracle.written(op.source.link.owner, grant, op, there, length)
                 memory[there : there + length] = here[near : near + length]

@@ -109,6 +109,11 @@ class Oracle:
             text = f"{op.flow} writes into {owner.process.name} where {sorted(holders)} is, by a grant of {grant.flow}"
             self.wrong("unpinned_write", text)
 
+    def reached(self, op: Op, grant: Grant, offset: int, length: int) -> None:
+        """A peer moves bytes of a grant, whichever way."""
+        if grant.blocks is not None and not grant.blocks.covers(offset, length):
+            self.wrong("outside_grant", f"{op.flow} reaches bytes that are none of the blocks of {grant.flow}")
+
     def read_into(self, reader: SimEngine, op: Op, offset: int, length: int) -> None:
         """A get writes into memory of ``reader`` itself."""
         if op.done:

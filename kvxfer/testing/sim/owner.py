@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvxfer.block_parts import BlockParts
 from kvxfer.native.engine import DRAIN_MAX, Event, EventKind, GrantInfo, MemoryKind, RegionInfo
 from kvxfer.native.facts import EngineConfig
 from kvxfer.native.status import Status, error_for
@@ -191,14 +192,14 @@ class Owner:
             raise error_for(Status.NO_REGION, what=what, region=region)
         return found
 
-    def grant(self, region: int, offset: int, length: int, access: int) -> GrantInfo:
+    def grant(self, region: int, offset: int, length: int, access: int, blocks: BlockParts | None = None) -> GrantInfo:
         found = self._region(region, "grant")
         if offset + length > found.info.length or not length:
             raise error_for(Status.LOCAL_RANGE, what="grant", region=region)
         number = next(self._numbers)
         key = self.world.rng.randbytes(16)
         info = GrantInfo(id=number, generation=found.info.generation, length=length, access=access, key=key)
-        self.grants[number] = Grant(info, found, offset, FLOW.get())
+        self.grants[number] = Grant(info, found, offset, FLOW.get(), blocks)
         return info
 
     def revoke(self, grant: int) -> asyncio.Future[Event]:

@@ -47,7 +47,10 @@ int kvx_access_begin(kvx_core *core, uint64_t id, uint64_t generation, kvx_acces
 int kvx_access_allow(const kvx_access *access, uint32_t rights) {
     return (access->grant->access & rights) == rights ? KVX_OK : KVX_E_ACCESS;
 }
-int kvx_access_range(const kvx_access *access, uint64_t offset, uint64_t length) {
+int kvx_access_claim(const kvx_access *access, uint64_t length) {
+    return length <= access->length ? KVX_OK : KVX_E_RANGE;
+}
+int kvx_access_range(kvx_access *access, uint64_t offset, uint64_t length) {
     return offset <= access->length && length <= access->length - offset ? KVX_OK : KVX_E_RANGE;
 }
 void kvx_access_end(kvx_core *core, kvx_access *access) {

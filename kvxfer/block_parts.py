@@ -1,0 +1,97 @@
+"""Which bytes of a region a request's blocks are: what a grant for that request lets a peer reach, and no more.
+
+A *part* is a row of equal pieces, one per block id: piece ``b`` begins at ``base + b * stride``. A dense cache has one
+for the keys and one for the values of each layer; storage that interleaves axes has more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.geometry import BlockTable, CacheLayout, Strides
+
+PARTS_MAX = 4096  # KVX_PARTS_MAX; what would need more is granted as a whole
+
+Rows = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockParts:
+    """``parts``: shape (n, 3), [base, stride, length] in bytes; ``blocks``: shape (m,), ascending."""
+
+    parts: Rows
+    blocks: Rows
+
+    def covers(self, offset: int, length: int) -> bool:
+        """Whether all of a range lies in pieces of the blocks. As `kvx_blocks_cover`, which is what counts."""
+        while length > 0:
+            covered = max(self._covered_at(offset), 0)
+            if not covered:
+                return False
+            offset, length = offset + covered, length - covered
+        return True
+
+    def _covered_at(self, offset: int) -> int:
+        blocks = set(self.blocks.tolist())
+        for base, stride, size in self.parts.tolist():
+            block, inside = divmod(offset - base, stride) if stride else (0, offset - base)
+            if offset >= base and inside < size and block in blocks:
+                return int(size - inside)
+        return 0
+
+
+def parts_of(layout: CacheLayout, region: int) -> Rows | None:
+    """The parts of a layout in the region with that index; None when they would be more than `PARTS_MAX`.
+
+    Exact where that takes no more than `PARTS_MAX`; else each block with the gaps between its own elements, which in
+    storage that interleaves layers are the same block of other layers.
+    """
+    for exact in (True, False):
+        rows = _rows(layout, region, exact=exact)
+        if rows is not None:
+            return rows
+    return None
+
+
+def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
+    """The blocks that hold tokens, ascending, each once."""
+    held = -(-table.tokens // layout.geometry.block_tokens)
+    return np.unique(table.blocks[:held]).astype(np.uint64)
+
+
+def _rows(layout: CacheLayout, region: int, *, exact: bool) -> Rows | None:
+    known: dict[Strides, tuple[list[int], int] | None] = {}
+    rows: list[tuple[int, int, int]] = []
+    for layer, placement in enumerate(layout.placements):
+        if placement.region != region:
+            continue
+        strides = layout.strides(layer)
+        if strides not in known:
+            known[strides] = _pieces(layout, strides, exact=exact)
+        pieces = known[strides]
+        if pieces is None or len(rows) + len(pieces[0]) > PARTS_MAX:
+            return None
+        bases, length = pieces
+        stride = strides[1] if layout.blocks > 1 else 0  # of a single block it does not matter
+        rows += [(placement.offset + base, stride, length) for base in bases]
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+def _pieces(layout: CacheLayout, strides: Strides, *, exact: bool) -> tuple[list[int], int] | None:
+    """Where the pieces of block 0 begin, relative to the layer, and how long each is; None when they are too many."""
+    parts, _, tokens, heads = layout.geometry.extents(layout.blocks)
+    axes = sorted((strides[axis], extent) for axis, extent in ((0, parts), (2, tokens), (3, heads)) if extent > 1)
+    length = layout.geometry.head_bytes
+    while axes and (axes[0][0] == length or (not exact and axes[0][0] < strides[1])):
+        stride, extent = axes.pop(0)
+        length += (extent - 1) * stride
+    if prod(extent for _, extent in axes) > PARTS_MAX:
+        return None
+    bases = np.zeros(1, np.int64)
+    for stride, extent in reversed(axes):
+        bases = np.add.outer(bases, np.arange(extent, dtype=np.int64) * stride).reshape(-1)
+    return bases.tolist(), length
