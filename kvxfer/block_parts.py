@@ -60,7 +60,7 @@ def parts_of(layout: CacheLayout, region: int) -> Rows | None:
 def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
     """The blocks that hold tokens, ascending, each once."""
     held = -(-table.tokens // layout.geometry.block_tokens)
-    return np.unique(table.blocks[:held]).astype(np.uint64)
+    return table.distinct(held).astype(np.uint64)
 
 
 def _rows(layout: CacheLayout, region: int, *, exact: bool) -> Rows | None:

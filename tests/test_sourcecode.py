@@ -87,7 +87,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http", "landing", "landing_memory"),
+                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http"),
+                *("landing", "landing_line", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),

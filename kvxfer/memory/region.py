@@ -353,5 +353,5 @@ class KVCache:
             raise OutOfRange(
                 "the table names a block that the cache does not have", value=highest, limit=self.layout.blocks - 1
             )
-        if not may_repeat and len(np.unique(table.blocks)) != len(table.blocks):
+        if not may_repeat and len(table.distinct()) != len(table.blocks):
             raise UsageError("the table names a block twice", field="table.blocks")

@@ -273,7 +273,7 @@ class Link(asyncio.Protocol):
         try:
             return await self._requests.wait(number, what, timeout=timeout, peer=self.name)
         except (asyncio.CancelledError, TransferTimeout):
-            if isinstance(message, m.Claim):
+            if isinstance(message, m.Claim | m.Land):
                 self._give_up(number)
             raise
         except UnknownMessage as unknown:

@@ -52,6 +52,8 @@ class Landings(Protocol):
     """The landing pool."""
 
     def land(self, link: Link, message: m.Land) -> None: ...
+    def give_up(self, link: Link, request: int) -> None: ...
+    def drain(self) -> None: ...
     def on_event(self, event: act.Notify) -> None: ...
 
 
@@ -178,6 +180,7 @@ class Dispatcher:
     def _on_give_up(self, link: Link, message: m.GiveUp) -> None:
         if not self.forwarding.give_up(link, message.request):
             self.run(self.registry.give_up(self._clock(), link, request=message.request))
+            self.landings.give_up(link, message.request)
 
     def _on_settle(self, link: Link, message: m.Settle) -> None:
         node = message.node if self._is_elsewhere(link, message.node) else ()
@@ -337,6 +340,7 @@ class Dispatcher:
         """Take nothing new, withdraw what nobody claimed. The event is set when no claim is live any more."""
         self.draining = True
         self._idle = asyncio.Event()
+        self.landings.drain()
         self.run(self.registry.drain(self._clock()))
         return self._idle
 

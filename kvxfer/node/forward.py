@@ -87,11 +87,11 @@ class Forwarder:
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None:
         """Ask another node; the worker hears of it in any case. Raises `TooManyPending`."""
         self._begin(link)
-        wait_s = message.wait_s if isinstance(message, m.Claim) else 0.0
+        wait_s = message.wait_s if isinstance(message, m.Claim | m.Land) else 0.0
         deadline = Deadline.after(wait_s + self._config.connect_s + self._config.handshake_s + REPLY_MARGIN_S)
         task = self._owner.spawn(self._forward(link, message, deadline), f"forward {type(message).__name__}")
         task.add_done_callback(lambda _: self._end(link))
-        if isinstance(message, m.Claim):
+        if isinstance(message, m.Claim | m.Land):
             self._claims.setdefault(link, {})[message.rid] = task
             task.add_done_callback(lambda done: self._claim_ended(link, message.rid, done))
 

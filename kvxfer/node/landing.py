@@ -7,7 +7,8 @@ revokes the write access; when the engine says that nothing can write any more, 
 a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
 lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
 landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
-is `BusyError` at once. Where the memory is (`landing_memory.py`): host memory, or the least loaded of some cards.
+is `BusyError` at once, or after the time that the asker wants to stand in line (`landing_line.py`). Where the memory is
+(`landing_memory.py`): host memory, or the least loaded of some cards.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import msgpack
 
 from kvxfer.config import Config
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
-from kvxfer.errors import BusyError, ClosedError, KvxferError, RegistrationError, TooLarge, UsageError
+from kvxfer.errors import ClosedError, KvxferError, PeerDraining, RegistrationError, TooLarge, UsageError
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.net.link import Link
 from kvxfer.node.dispatch import Dispatcher
-from kvxfer.node.landing_memory import Pieces, least_loaded_part, parts_of, rounded
+from kvxfer.node.landing_line import Line
+from kvxfer.node.landing_memory import Pieces, full, least_loaded_part, parts_of, rounded
 from kvxfer.rendezvous import actions as act
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
@@ -65,6 +68,8 @@ class LandingPool:
         self._dispatcher = dispatcher
         self._owner = owner
         self._bytes_max = config.landing_bytes_max
+        self._wait_s_max = config.wait_s_max
+        self._line = Line(config.waiting_max)
         self._prewarm_bytes = config.landing_prewarm_bytes
         self._clock = clock
         self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
@@ -92,25 +97,71 @@ class LandingPool:
     # -- asking for one --------------------------------------------------------------------------------------
 
     def land(self, link: Link, message: m.Land) -> None:
-        """Answer a request for a landing, at once or when its memory is allocated.
+        """Answer a request for a landing: at once, when its memory is allocated, or when it has had its turn.
 
-        Raises `BusyError` when the pool is full, `TooLarge` for what can never fit, `UsageError` for a key in use.
+        Raises `BusyError` when the pool is full and the asker does not wait, `TooLarge` for what can never fit,
+        `UsageError` for a key in use or a bad wait.
         """
         size = rounded(message.length)
         if size > self._bytes_max:  # it would never find room
             raise TooLarge(
                 "larger than the landing pool", bytes=size, limit=self._bytes_max, option="landing_bytes_max"
             )
+        self._require_new_key(link, message)
+        if message.wait_s > self._wait_s_max:
+            raise UsageError("bad wait", wait_s=message.wait_s, wait_s_max=self._wait_s_max)
+        if message.wait_s and (self._line or not self._fits(size)):
+            self._owner.spawn(self._land_in_turn(link, message, size), "wait for room for a landing")
+        else:
+            self._begin(link, message, size)
+
+    def give_up(self, link: Link, request: int) -> None:
+        """Nobody waits for the answer any more."""
+        self._line.give_up(link, request)
+
+    def drain(self) -> None:
+        """This node takes nothing new."""
+        self._line.fail(PeerDraining("this node is shutting down"))
+
+    async def _land_in_turn(self, link: Link, message: m.Land, size: int) -> None:
+        try:
+            if not await self._line.wait(
+                lambda: self._fits(size),
+                asker=link,
+                request=message.rid,
+                gone=link.closed,
+                wait_s=message.wait_s,
+                then=lambda: self._begin(link, message, size, in_turn=True),
+            ):
+                self._refuse_full(size)
+        except KvxferError as error:
+            self._dispatcher.refuse(link, message.rid, error)
+
+    def _require_new_key(self, link: Link, message: m.Land) -> str:
+        """The namespace of a key that nothing lies under."""
         namespace = self._dispatcher.registry.namespace_of(link)
         if (namespace, message.key) in self._by_key:
             raise UsageError("there is a landing with this key already", key=message.key)
+        return namespace
+
+    def _fits(self, size: int) -> bool:
+        return any(part.fits(size) for part in self.parts)
+
+    def _refuse_full(self, size: int) -> NoReturn:
+        self.refused += 1
+        raise full(self.parts, size, waiting=len(self._line))
+
+    def _begin(self, link: Link, message: m.Land, size: int, *, in_turn: bool = False) -> None:
+        namespace = self._require_new_key(link, message)
+        if not self._fits(size) or (self._line and not in_turn):
+            self._refuse_full(size)
         landing = Landing(
             namespace=namespace,
             key=message.key,
             length=message.length,
             body=message.body,
             lease_s=message.lease_s,
-            part=self._part_for(size, self.parts),
+            part=least_loaded_part(self.parts, size),
         )
         self._take(landing)
         self._by_key[namespace, landing.key] = landing
@@ -126,13 +177,6 @@ class LandingPool:
                 await part.prewarm(self._prewarm_bytes)
             except KvxferError as error:
                 log.warning("cannot prewarm the landing pool: %s", error)
-
-    def _part_for(self, size: int, parts: Sequence[Pieces]) -> Pieces:
-        try:
-            return least_loaded_part(parts, size)
-        except BusyError:
-            self.refused += 1
-            raise
 
     def _take(self, landing: Landing) -> None:
         size = rounded(landing.length)
@@ -150,6 +194,7 @@ class LandingPool:
                 if not self._elsewhere(landing, untried, error):
                     self._forget(landing)
                     self._dispatcher.refuse(link, message.rid, error)
+                    self._line.look()
                     return
         self._offer(landing, link, message)
 
@@ -290,3 +335,4 @@ class LandingPool:
         await landing.part.clear(region, landing.length)
         self.quarantined -= 1
         landing.part.keep(region, landing.size)
+        self._line.look()

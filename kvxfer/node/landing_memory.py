@@ -52,8 +52,7 @@ class Pieces:
         Only what `fits`.
         """
         fitting = [region for region in self.kept if region.length >= size]
-        room = self.used_bytes + self.kept_bytes + size <= self.bytes_max and self.count < self.pieces_max
-        if fitting and (fitting[0].length <= size * WASTE_FACTOR or not room):
+        if fitting and fitting[0].length <= size * WASTE_FACTOR:
             self.kept.remove(fitting[0])
             self.kept_bytes -= fitting[0].length
             self.used_bytes += fitting[0].length
@@ -135,15 +134,21 @@ def least_loaded_part(parts: Sequence[Pieces], size: int) -> Pieces:
     """Where a landing of this size goes. Raises `BusyError` when no part has room."""
     held = [Held(part=number, bytes=part.used_bytes, fits=part.fits(size)) for number, part in enumerate(parts)]
     number = least_held(held)
-    if number is not None:
-        return parts[number]
-    raise BusyError(
+    if number is None:
+        raise full(parts, size)
+    return parts[number]
+
+
+def full(parts: Sequence[Pieces], size: int, waiting: int = 0) -> BusyError:
+    """No part has room, or others have waited for it before."""
+    return BusyError(
         "the landing pool is full",
         bytes=size,
         used_bytes=sum(part.used_bytes for part in parts),
         limit=sum(part.bytes_max for part in parts),
+        waiting=waiting,
         option="landing_bytes_max",
-        hint="try again when a landing was adopted, or raise landing_bytes_max there",
+        hint="wait for room (wait_s), try again when a landing was adopted, or raise landing_bytes_max there",
     )
 
 

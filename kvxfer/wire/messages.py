@@ -318,7 +318,10 @@ class Confirm(Message):
 @numbered(40)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Land(Message):
-    """Give me `length` bytes of a node's landing pool. Answered by Claimed; its body holds the descriptor."""
+    """Give me `length` bytes of a node's landing pool. Answered by Claimed; its body holds the descriptor.
+
+    When the pool is full, waits up to `wait_s` for its turn.
+    """
 
     rid: Rid = 0
     node: Nodes = ()
@@ -327,6 +330,7 @@ class Land(Message):
     body: PostingBody = b""
     lease_s: Duration
     engine_id: IdentityOrAny = ""
+    wait_s: Annotated[float, Seconds(SECONDS_MAX), Since(2)] = 0.0
 
 
 # -- small messages between workers -----------------------------------------------------------------------------------

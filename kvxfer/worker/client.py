@@ -291,16 +291,18 @@ class Client(ClientLife):
         """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
 
         With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
-        takes them over with `adopt`.
+        takes them over with `adopt`. A full pool is a `BusyError`, at once or after ``wait_s`` in line.
         """
         limit = self._timeout(timeout)
+        if wait_s is None:
+            wait_s = 0.0 if land else limit
         return Push(
             self,
             _request_id(request_id),
             to=as_node(to),
             cache=cache,
             table=table,
-            wait_s=limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0),
+            wait_s=seconds(wait_s, "wait_s", least=0.0),
             timeout=limit,
             land=land,
         )

@@ -171,13 +171,14 @@ class Push:
         """Claim the offer, or a landing of the daemon; what its owner says about it."""
         control = self._client.control
         request: Claim | Land
+        key, wait_s = self.request_id, deadline.wait(self._wait_s)
         if self._land:
             layout, table, length = landing_layout(self._cache.layout, self._table)
             wanted = msgpack.packb({"layout": layout.to_dict(), "table": table.to_dict()})
             lease_s = self._client.config.lease_s
-            request = Land(node=self._to, key=self.request_id, length=length, body=wanted, lease_s=lease_s)
+            request = Land(node=self._to, key=key, length=length, body=wanted, lease_s=lease_s, wait_s=wait_s)
         else:
-            request = Claim(node=self._to, kind="offer", key=self.request_id, wait_s=deadline.wait(self._wait_s))
+            request = Claim(node=self._to, kind="offer", key=key, wait_s=wait_s)
         self._claim, body = await control.claim(request, deadline, self._on_claim)
         return body
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.errors import TooLarge, TransferTimeout
+from kvxfer.errors import BusyError, TooLarge, TransferTimeout
 from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.cases.facts import limit, pattern, within
 from tests.cases.harness import BOTH
@@ -83,3 +84,49 @@ async def test_c72_a_landing_that_can_never_fit_fails_at_once() -> None:
             async with a.push("r", to=b.addresses, cache=source, table=table, land=True, timeout=limit(10)):
                 pass
         assert refused.value.fields["limit"] == 8 * MIB, "it names the limit"
+
+
+@BOTH
+async def test_c72_fifty_landings_take_turns_in_a_pool_for_four(transport: str) -> None:
+    """Three daemons' pools as the staging, a ring of pushers: nobody holds one landing while it waits for another."""
+    geometry = small_geometry(layers=1, head_size=512)
+    blocks = 2 * MIB // geometry.bytes_per_block
+    table, options = kvxfer.BlockTable.of(range(blocks), tokens=16 * blocks), SMALL | {"landing_bytes_max": 8 * MIB}
+    async with AsyncExitStack() as stack:
+        both = ("shm",) if transport == "shm" else ("tcp", "shm")  # adopting maps
+        nodes = [await stack.enter_async_context(kvxfer.local(transports=both, **options)) for _ in range(3)]
+        caches = [await make_cache(node, geometry, blocks) for node in nodes]
+        for number, cache in enumerate(caches):
+            cache.regions[0].array[:] = np.resize(np.frombuffer(pattern(72, number, MIB), np.uint8), 2 * MIB)
+
+        async def push(number: int) -> None:
+            ours, theirs = number % 3, (number + 1 + number // 3 % 2) % 3
+            to = nodes[theirs].addresses
+            async with nodes[ours].push(
+                f"r{number}", to=to, cache=caches[ours], table=table, land=True, wait_s=limit(60), timeout=limit(60)
+            ) as sending:
+                await sending.layers()
+
+        async def adopt(number: int) -> None:
+            ours, theirs = number % 3, (number + 1 + number // 3 % 2) % 3
+            async with nodes[theirs].adopt(f"r{number}", wait_s=limit(60), timeout=limit(60)) as landed:
+                assert np.array_equal(landed.array, caches[ours].regions[0].array)
+
+        with within(30, "fifty landings"):
+            await asyncio.gather(*(step(number) for number in range(50) for step in (push, adopt)))
+
+
+async def test_c72_who_waits_for_a_landing_ends_by_its_time() -> None:
+    async with two_nodes(["shm"], landing_bytes_max=2 * MIB) as (a, b):
+        geometry = small_geometry(layers=1, head_size=512)
+        blocks = 2 * MIB // geometry.bytes_per_block
+        source = await make_cache(a, geometry, blocks)
+        how = {"to": b.addresses, "cache": source, "table": kvxfer.BlockTable.of(range(blocks), tokens=16 * blocks)}
+        async with a.push("first", land=True, **how) as sending:
+            await sending.layers()
+        for wait_s in (None, 0.2):
+            began = time.monotonic()
+            with pytest.raises(BusyError):
+                async with a.push("second", land=True, wait_s=wait_s, **how):
+                    pass
+            assert (wait_s or 0) <= time.monotonic() - began <= limit((wait_s or 0) + 1)
