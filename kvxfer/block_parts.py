@@ -60,16 +60,7 @@ def parts_of(layout: CacheLayout, region: int) -> Rows | None:
 def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
     """The blocks that hold tokens, ascending, each once."""
     held = -(-table.tokens // layout.geometry.block_tokens)
-    return distinct(table.blocks[:held], layout.blocks).astype(np.uint64)
-
-
-def distinct(ids: npt.NDArray[np.int64], below: int) -> npt.NDArray[np.int64]:
-    """Ascending, each once; all are less than ``below``. Many are marked, since sorting them would hold the loop."""
-    if len(ids) * 16 < below:
-        return np.unique(ids)
-    marks = np.zeros(below, np.bool_)
-    marks[ids] = True
-    return np.flatnonzero(marks)
+    return table.distinct(held).astype(np.uint64)
 
 
 def _rows(layout: CacheLayout, region: int, *, exact: bool) -> Rows | None:

@@ -394,6 +394,7 @@ def _tree(root: type[KvxferError]) -> dict[str, type[KvxferError]]:
 
 
 BY_CODE: Mapping[str, type[KvxferError]] = _tree(KvxferError)
+NOT_TOLD = (PeerError, TransferTimeout, BusyError, ClosedError)  # the other side may not have heard what was said
 
 
 _NAMED: Mapping[str, type] = {

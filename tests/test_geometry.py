@@ -17,6 +17,7 @@ from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
 from kvxfer.geometry import (
     BLOCK_ID_MAX,
     LAYERS_MAX,
+    MARKED_MAX,
     TABLE_BLOCKS_MAX,
     BlockTable,
     CacheLayout,
@@ -212,6 +213,15 @@ def test_strides_that_overlap_or_are_none_are_refused(strides: Any) -> None:
 def test_strides_of_axes_of_length_one_do_not_matter() -> None:
     one = geometry(layers=1, kv_heads=1, kv_parts=1, block_tokens=1)
     CacheLayout(geometry=one, blocks=1, placements=(LayerPlacement(offset=0, strides=(0, 0, 0, 0)),))
+
+
+@pytest.mark.parametrize("highest", [9, MARKED_MAX - 1, MARKED_MAX, 2**32 - 1])
+def test_distinct_blocks(highest: int) -> None:
+    """By marking or by sorting: the same."""
+    ids = [highest, 3, 7, highest, 3, 0]
+    table = BlockTable.of(ids, 0)
+    for count in (None, 0, 1, 4, 6, 9):
+        assert table.distinct(count).tolist() == sorted(set(ids[:count]))
 
 
 def test_layouts_are_checked() -> None:

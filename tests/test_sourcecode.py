@@ -77,7 +77,7 @@ LAYERS = (
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
             *(
                 f"dataplane.{name}"
-                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall")
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall", "ways")
             ),
             "dataplane.transfer",
         ),
@@ -87,7 +87,8 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "dispatch", "forward", "gauges", "http", "landing", "landing_line", "landing_memory"),
+                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http"),
+                *("landing", "landing_line", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )
         ),
@@ -133,6 +134,7 @@ TESTS_OF_MORE = (
         "native/test_ascend_sim_links.py",
         "native/test_ascend_table.py",
         "native/test_endings.py",
+        "wire/test_versions.py",
     ),
 )
 

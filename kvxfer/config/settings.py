@@ -9,22 +9,13 @@ sides of a connection must agree on are not options; they stand here as constant
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvxfer.addresses import Address, is_loopback, is_numeric, is_wildcard, parse_address
 from kvxfer.config.options import TEXT_CHARS_MAX, Option, format_size
-from kvxfer.config.sources import (
-    SECRET_BYTES_MAX,
-    SECRET_BYTES_MIN,
-    known,
-    read_environment,
-    read_file,
-    read_flags,
-    read_secret_file,
-)
+from kvxfer.config.sources import SECRET_BYTES_MAX, SECRET_BYTES_MIN, known, read_secret_file
 from kvxfer.errors import ConfigError
 
 # Limits of the protocol itself: the same on every node.
@@ -377,7 +368,7 @@ class Config:
     def embedded(cls, **changes: Any) -> Config:
         """The defaults of a daemon inside another process: any port, no HTTP."""
         for name in changes:
-            known(name, "argument", _BY_NAME)
+            known(name, "argument", BY_NAME)
         return cls(**({"listen": "127.0.0.1:0", "http": ""} | changes))
 
     @property
@@ -467,7 +458,7 @@ class Config:
             yield ",".join(files), f"tls_cert, tls_key and tls_ca are set together or not at all; missing: {missing}"
         for low, high in _ORDERED:
             if getattr(self, low) > getattr(self, high):
-                shown = [f"{name} ({_BY_NAME[name].show(getattr(self, name))})" for name in (low, high)]
+                shown = [f"{name} ({BY_NAME[name].show(getattr(self, name))})" for name in (low, high)]
                 yield f"{low},{high}", f"{shown[0]} must not be larger than {shown[1]}"
         for key, largest in (
             ("mail_bytes_max", self.mail_bytes_max),
@@ -500,7 +491,7 @@ def _declared() -> Iterator[Option]:
 
 
 CONFIG_OPTIONS: tuple[Option, ...] = tuple(_declared())
-_BY_NAME: Mapping[str, Option] = {option.name: option for option in CONFIG_OPTIONS}
+BY_NAME: Mapping[str, Option] = {option.name: option for option in CONFIG_OPTIONS}
 
 
 def _advertised(key: str, configured: tuple[str, ...], bound: Address) -> tuple[Address, ...]:
@@ -509,44 +500,3 @@ def _advertised(key: str, configured: tuple[str, ...], bound: Address) -> tuple[
         why = f"{bound} accepts on every interface, so peers must be told which address to dial"
         raise ConfigError(why, key=key, value="", hint=f"set {key} to an address of this host that peers can reach")
     return tuple(Address(item.host, item.port or bound.port) for item in wanted) or (bound,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A configuration and where each value came from: "default", "file PATH", "environment KEY" or "flag --KEY"."""
-
-    config: Config
-    origins: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-
-def load(
-    path: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-) -> Loaded:
-    """Read the configuration: flags over environment over file over defaults.
-
-    `path` falls back to $KVXFER_CONFIG, `env` to the process's environment; flags that are None were not given.
-    Raises `ConfigError` for whatever is unknown or wrong; an unknown KVXFER_* variable is a warning only, since it may
-    belong to another version.
-    """
-    env = os.environ if env is None else env
-    path = path or env.get("KVXFER_CONFIG") or None
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(_BY_NAME, "default")
-    layers = [] if path is None else [(f"file {os.fspath(path)}", read_file(path))]
-    from_env, warnings = read_environment(env, _BY_NAME)
-    for source, raw in [*layers, *from_env, *read_flags(flags or {}, _BY_NAME)]:
-        for name, value in raw.items():
-            values[name] = known(name, source, _BY_NAME).parse(value, source)
-            origins[name] = source
-    try:
-        config = Config(**values)
-        if config.secret_file:
-            config.read_secrets()
-    except ConfigError as wrong:
-        keys = str(wrong.fields.get("keys") or wrong.fields.get("key")).split(",")
-        wrong.fields["source"] = "; ".join(f"{key}: {origins.get(key, 'default')}" for key in keys)
-        raise
-    return Loaded(config=config, origins=origins, warnings=warnings)

@@ -10,7 +10,7 @@ from kvxfer.errors import TransportError
 
 if TYPE_CHECKING:
     from kvxfer.dataplane.plane import DataPlane
-    from kvxfer.dataplane.reach import Import
+    from kvxfer.dataplane.ways import Import
 
 
 @dataclass(frozen=True, slots=True)

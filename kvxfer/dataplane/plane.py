@@ -22,9 +22,10 @@ from kvxfer.dataplane.admission import Admission, Permit
 from kvxfer.dataplane.choice import Choice
 from kvxfer.dataplane.early import Unexpected
 from kvxfer.dataplane.owned import OwnMemory
-from kvxfer.dataplane.reach import Import, Reach, stale
+from kvxfer.dataplane.reach import Reach
 from kvxfer.dataplane.stall import StallWatch
 from kvxfer.dataplane.transfer import Transfer
+from kvxfer.dataplane.ways import Import, stale
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,

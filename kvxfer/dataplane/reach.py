@@ -4,9 +4,6 @@ A descriptor is resolved once for each kind of memory of ours that is used with 
 tried in order, each with the owner's candidate endpoints, until one both connects and can import the grant; the reasons
 of those passed over are kept (`choices`). Connecting and importing are shared by everybody who waits for the same, and
 go on when one of them gives up.
-
-An import is known by everything that makes it a capability, the key included: a descriptor that only claims to be of
-the same engine and grant never meets the import of the genuine one.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvxfer.config import Config
@@ -31,6 +27,18 @@ from kvxfer.dataplane.choice import (
     unfit,
 )
 from kvxfer.dataplane.idle import Idle
+from kvxfer.dataplane.ways import (
+    Import,
+    ImportKey,
+    NeedKey,
+    Place,
+    Route,
+    WayKey,
+    key_of,
+    need_key_of,
+    place_of,
+    stale,
+)
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     EncryptionMismatch,
@@ -41,11 +49,9 @@ from kvxfer.errors import (
     PeerUnreachable,
     ProtocolError,
     ResourceExhausted,
-    StaleDescriptor,
     TooLarge,
     TransportError,
     UnknownRegion,
-    UnknownTransfer,
     UsageError,
 )
 from kvxfer.native.engine import Engine, Event, TransportInfo
@@ -56,47 +62,10 @@ from kvxfer.tasks import TaskOwner, shared
 IMPORTS_IDLE_MAX = 4096
 CHOICES_MAX = 1024
 DOWN_EARLY_MAX = 1024
-ImportKey = tuple[str, int, int, int, int, bytes]
-WayKey = tuple[ImportKey, int]  # and the transport's index
-Place = tuple[str, int, str, bytes | None]  # engine id, transport's index, endpoint, and the secret that it takes
-NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`number_of`)
 K = TypeVar("K")
 T = TypeVar("T")
 
 log = logging.getLogger("kvxfer.reach")
-
-
-@dataclass(slots=True, eq=False)
-class Route:
-    """A connection to one engine over one transport."""
-
-    engine_id: str
-    info: TransportInfo
-    endpoint: str
-    place: Place = field(repr=False)  # it holds a secret
-    peer: int
-    imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
-    down: bool = False
-    held: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
-    used: int = 0  # see `idle.py`
-    importing: int = 0
-    fresh: bool = True  # made for an import that has yet to begin
-
-
-@dataclass(slots=True, eq=False)
-class Import:
-    """A remote grant that is ready for use. ``unwanted``: it goes when the last user has gone. ``needs``: what it was
-    chosen for.
-    """
-
-    key: WayKey = field(repr=False)
-    route: Route
-    handle: int
-    length: int
-    users: int = 0
-    unwanted: bool = False
-    held: bool = False
-    needs: set[NeedKey] = field(default_factory=set, repr=False)
 
 
 class Reach:
@@ -128,7 +97,7 @@ class Reach:
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False
     ) -> Import | None:
         """The import of a descriptor for this need, if there is one."""
-        # Asked for each transfer, so `_need_key` is written out.
+        # Asked for each transfer, so `need_key_of` is written out.
         found = self._chosen.get(
             (
                 descriptor.engine_id,
@@ -144,7 +113,7 @@ class Reach:
 
     def _at_once(self, descriptor: RemoteDescriptor, need: Need) -> Import | None:
         """The best transport for this need may have the import already, made for another one."""
-        key = _key_of(descriptor)
+        key = key_of(descriptor)
         if not any((key, info.index) in self._imports for info in self._transports):
             return None
         found, passed = self._any_way(key, need), self._missing(descriptor)
@@ -157,7 +126,7 @@ class Reach:
             return None
         if need.local is not None:
             self._remember(need, found, passed)
-        need_key = _need_key(descriptor, number_of(need.local, need.check, need.mapped))
+        need_key = need_key_of(descriptor, number_of(need.local, need.check, need.mapped))
         found.needs.add(need_key)
         self._chosen[need_key] = found
         return found
@@ -179,14 +148,14 @@ class Reach:
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
     ) -> Import:
         """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
-        need_key = _need_key(descriptor, number_of(local, check, mapped))
+        need_key = need_key_of(descriptor, number_of(local, check, mapped))
         ready = self._chosen.get(need_key)
         if ready is not None:
             ready.unwanted = False
             self._imports.move_to_end(ready.key)
             self.idle.use(ready.route)
             return ready
-        self._unwanted.discard(_key_of(descriptor))
+        self._unwanted.discard(key_of(descriptor))
         pending = self._resolving.get(need_key)
         if pending is None:
             need = Need(local, kind_there(descriptor), check, mapped)
@@ -207,7 +176,7 @@ class Reach:
                 asyncio.get_running_loop().call_soon(self.idle.freed)
 
     async def _resolve_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import:
-        key = _key_of(descriptor)
+        key = key_of(descriptor)
         found = self._any_way(key, need)
         if found is None:
             found = await self._try_transports(key, need, descriptor)
@@ -317,7 +286,7 @@ class Reach:
         one at a time.
         """
         again = False
-        if self.idle.crowded and _place(descriptor, info, endpoint) not in self._routes:
+        if self.idle.crowded and place_of(descriptor, info, endpoint) not in self._routes:
             again = await self.idle.make_room()
         while True:
             try:
@@ -346,7 +315,7 @@ class Reach:
         self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead."""
-        place = _place(descriptor, info, endpoint)
+        place = place_of(descriptor, info, endpoint)
         old = self._routes.get(place)
         if old is not None:
             try:
@@ -482,7 +451,7 @@ class Reach:
 
     def forget(self, descriptor: RemoteDescriptor) -> None:
         """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
-        key = _key_of(descriptor)
+        key = key_of(descriptor)
         for info in self._transports:
             found = self._imports.get((key, info.index))
             if found is not None:
@@ -520,41 +489,6 @@ class Reach:
                 self.drop(found)
         if not route.held:
             self.engine.close_peer(peer)
-
-
-def stale(error: KvxferError) -> KvxferError:
-    """Whoever holds a descriptor that its owner does not know (any more) holds an old one."""
-    if type(error) is not UnknownTransfer:
-        return error
-    found = StaleDescriptor(
-        "the owner has taken this memory back",
-        op_id=error.op_id,
-        peer=error.peer,
-        transport=error.transport,
-        status=error.status,
-        hint="get a new descriptor",
-    )
-    found.fields.update(error.fields)
-    return found
-
-
-def _place(descriptor: RemoteDescriptor, info: TransportInfo, endpoint: str) -> Place:
-    return (descriptor.engine_id, info.index, endpoint, descriptor.secrets.get(info.name))
-
-
-def _key_of(descriptor: RemoteDescriptor) -> ImportKey:
-    return (
-        descriptor.engine_id,
-        descriptor.grant,
-        descriptor.generation,
-        descriptor.length,
-        descriptor.access,
-        descriptor.key,
-    )
-
-
-def _need_key(descriptor: RemoteDescriptor, number: int) -> NeedKey:
-    return (*_key_of(descriptor), number)
 
 
 def _forget_task(table: dict[K, asyncio.Task[T]], key: K, done: asyncio.Task[T]) -> None:

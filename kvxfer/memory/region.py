@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.block_parts import BlockParts, Rows, blocks_of, distinct, parts_of
+from kvxfer.block_parts import BlockParts, Rows, blocks_of, parts_of
 from kvxfer.deadline import seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
@@ -353,5 +353,5 @@ class KVCache:
             raise OutOfRange(
                 "the table names a block that the cache does not have", value=highest, limit=self.layout.blocks - 1
             )
-        if not may_repeat and len(distinct(table.blocks, self.layout.blocks)) != len(table.blocks):
+        if not may_repeat and len(table.distinct()) != len(table.blocks):
             raise UsageError("the table names a block twice", field="table.blocks")

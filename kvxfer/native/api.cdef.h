@@ -247,7 +247,7 @@ typedef struct kvx_event {
     uint64_t id;
     uint64_t tag;
     uint64_t value;
-    uint64_t bytes; /* moved and confirmed */
+    uint64_t bytes;    /* moved and confirmed */
     int32_t sys_errno; /* above 4095: what an accelerator's library answered */
     int32_t segment;   /* first segment that failed, -1 = not known */
 } kvx_event;

@@ -1,5 +1,5 @@
 /* hixl.h: private to the hixl transport (transport_hixl.c hixl_side.c hixl_owner.c hixl_peer.c hixl_device.c
- * hixl_link.c hixl_map.c hixl_queue.c hixl_xfer.c; hixl_state.c and hixl_pace.c are pure).
+ * hixl_link.c hixl_map.c hixl_queue.c hixl_xfer.c; hixl_state.c, hixl_pace.c and hixl_location.c are pure).
  *
  * Two ways lead to a peer. The side link is a TCP connection of ours with the framing and the key proofs of stream.h:
  * it says where a grant lies, takes it back, announces what arrived, and answers when asked whether its process is
@@ -346,6 +346,8 @@ void kvx_hixl_conn_event(hixl_conn *conn, uint32_t events);
 void kvx_hixl_conn_parse(hixl_conn *conn);
 void kvx_hixl_conn_close(hixl_conn *conn); /* the socket, not the structure */
 void kvx_hixl_deadline(hixl_transport *hixl, uint64_t at_ms);
+
+/* hixl_location.c */
 void kvx_hixl_location_encode(const hixl_location *location, uint8_t units[HIXL_LOCATION_UNITS * 16]);
 bool kvx_hixl_location_decode(hixl_location *location, const uint8_t *units, uint32_t count);
 

@@ -30,6 +30,7 @@ from kvxfer.errors import (
     PeerUnreachable,
     ProtocolError,
     TransferTimeout,
+    UnknownMessage,
 )
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.dial import dial_any, reason
@@ -132,6 +133,7 @@ class Link(asyncio.Protocol):
         self.pid = 0
         self.uid: int | None = None
         self.late_replies = 0
+        self.session = ""  # both sides know the connection by this name
         self._greeting: Sequence[Message] = ()
 
     def __repr__(self) -> str:
@@ -247,6 +249,15 @@ class Link(asyncio.Protocol):
         return None if self._channel is None else self._channel.authorities
 
     @property
+    def version(self) -> int:
+        """Of the protocol, as agreed with the other side; 0 until the link is ready."""
+        return self._session.version
+
+    def speaks(self, kind: type[Message]) -> bool:
+        """Whether the other side knows this message. What it does not know, `send` refuses."""
+        return self._session.speaks(kind)
+
+    @property
     def usable(self) -> bool:
         """Open, and the peer has not announced that it leaves."""
         return self.ready.done() and not self.closed.done() and self._session.goodbye is None
@@ -258,23 +269,41 @@ class Link(asyncio.Protocol):
         `PeerBackpressure` or `UsageError` when nothing was sent. Cancelling leaves no state.
         """
         number = self._send_request(message)
+        what = type(message).__name__
         try:
-            return await self._requests.wait(number, type(message).__name__, timeout=timeout, peer=self.name)
+            return await self._requests.wait(number, what, timeout=timeout, peer=self.name)
         except (asyncio.CancelledError, TransferTimeout):
             if isinstance(message, m.Claim | m.Land):
                 self._give_up(number)
             raise
+        except UnknownMessage as unknown:
+            if "newest" in unknown.fields:  # of somebody behind the other side, who was asked for us
+                raise
+            raise self._session.not_known(what, unknown) from unknown
 
     def _give_up(self, number: int) -> None:
-        """A claim that goes on waiting would take the place of somebody who still wants it."""
+        """A claim that goes on waiting would take the place of somebody who still wants it.
+
+        An older peer cannot be told: what it grants too late is settled when it comes (`on_late`).
+        """
+        if not self.speaks(m.GiveUp):
+            return
         try:
             self.send(m.GiveUp(request=number))
         except KvxferError as failure:
             log.debug("%s: a claim could not be given up: %s", self.name, failure)
 
-    def notify(self, message: Message) -> None:
-        """Send a request whose reply nobody waits for. Raises like `send`, and `TooManyPending`."""
-        self._requests.forget(self._send_request(message))
+    def notify(self, message: Message, then: Callable[[Message], None] | None = None) -> int:
+        """Send a request that nobody waits for; its reply goes to ``then``. Returns the request's number.
+
+        Raises like `send`, and `TooManyPending`.
+        """
+        number = self._send_request(message)
+        if then is None:
+            self._requests.forget(number)
+        else:
+            self._requests.forget(number, then)
+        return number
 
     def send(self, message: Message) -> None:
         """Queue a message, or raise and send nothing.
@@ -517,6 +546,7 @@ class Link(asyncio.Protocol):
     def _established(self, event: Established) -> None:
         self._decoder.frame_bytes_max = self._config.frame_control_bytes_max
         self.peer = event.peer
+        self.session = event.session
         if self.uid is None and event.peer.node_id:
             self.name = f"{event.peer.node_id[:8]} at {self.name}"
         elif event.peer.name:

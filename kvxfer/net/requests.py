@@ -21,6 +21,13 @@ LATE_GRACE_S = 0.002  # what lies in the socket when the deadline fires was not 
 REPLIES = (m.Done, m.Posted, m.Claimed, m.StatusReply, m.EchoReply, m.Error)
 
 
+Then = Callable[[Message], None]
+
+
+def _drop(_: Message) -> None:
+    """Nobody wants to know."""
+
+
 class _Waiting:
     """A future, and the timer behind it."""
 
@@ -42,7 +49,7 @@ class Requests:
         self._loop = asyncio.get_running_loop()
         self._on_late = on_late
         self._pending_max = pending_max
-        self._pending: dict[int, _Waiting | None] = {}  # None: nobody waits for the reply
+        self._pending: dict[int, _Waiting | Then] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -54,9 +61,9 @@ class Requests:
             raise TooManyPending("too many unanswered requests", peer=peer, limit=self._pending_max)
         return next(self._numbers)
 
-    def forget(self, number: int) -> None:
-        """A request that nobody waits for: its reply will be dropped."""
-        self._pending[number] = None
+    def forget(self, number: int, then: Then = _drop) -> None:
+        """A request that nobody waits for: its reply goes to ``then``, if it comes before the link ends."""
+        self._pending[number] = then
 
     async def wait(self, number: int, what: str, *, timeout: float, peer: str) -> Message:
         """The reply; an `Error` reply is raised as the error that it names. Raises `TransferTimeout`. Cancel-safe."""
@@ -79,7 +86,8 @@ class Requests:
         if reply.rid not in self._pending:
             return False
         waiting = self._pending.pop(reply.rid)
-        if waiting is None:
+        if not isinstance(waiting, _Waiting):
+            waiting(reply)
             return True
         if waiting.future.done():
             return False
@@ -95,7 +103,7 @@ class Requests:
         """The link has ended: every request fails with (its own copy of) the reason."""
         pending, self._pending = self._pending, {}
         for waiting in pending.values():
-            if waiting is not None and not waiting.future.done():
+            if isinstance(waiting, _Waiting) and not waiting.future.done():
                 waiting.future.set_exception(copy.copy(error))
 
     def _deadline_passed(self, waiting: _Waiting, peer: str) -> None:

@@ -27,6 +27,7 @@ from kvxfer.net.queues import Queues
 from kvxfer.node.reports import Reports
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
+from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from kvxfer.wire.faults import error_reply
@@ -43,6 +44,8 @@ class Forwarding(Protocol):
     def settle(self, action: act.SettleElsewhere) -> None: ...
     def give_up(self, link: Link, request: int) -> bool: ...
     def forget(self, link: Link) -> None: ...
+    def confirm(self, action: act.Confirm) -> None: ...
+    def on_confirm(self, link: Link, message: m.Confirm) -> None: ...
 
 
 class Landings(Protocol):
@@ -95,8 +98,11 @@ class Dispatcher:
                 self.registry.add_worker(link, link.name, link.peer.namespace)
             elif role == "peer":
                 about = link.peer
-                self.registry.add_peer(link, about.node_id, about.incarnation, link.name, about.namespace)
+                back = self.registry.add_peer(
+                    link, about.node_id, about.incarnation, link.name, about.namespace, link.session
+                )
                 self.links.add(link)
+                self.run(back)
                 self._follow(link)
         except KvxferError as refused:
             log.warning("refused %s: %s", link.name, refused)
@@ -192,6 +198,9 @@ class Dispatcher:
             )
         )
 
+    def _on_confirm(self, link: Link, message: m.Confirm) -> None:
+        self.forwarding.on_confirm(link, message)
+
     def _on_event(self, link: Link, message: m.PostingEvent) -> None:
         self.run(
             self.registry.event_from_peer(
@@ -275,6 +284,9 @@ class Dispatcher:
         for action in actions:
             if isinstance(action, act.SettleElsewhere):
                 self.forwarding.settle(action)
+                continue
+            if isinstance(action, act.Confirm):
+                self.forwarding.confirm(action)
                 continue
             touched.add(action.link)
             if isinstance(action.link, Link):
@@ -431,6 +443,8 @@ def _message(action: act.Action) -> Message:
             return m.Delivery(channel=action.channel, data=action.data, source=action.source)
         case act.SettleElsewhere():
             return m.Settle(posting=action.posting, claim=action.claim, outcome=action.outcome, code=action.code)
+        case act.Confirm():
+            return m.Confirm(session=action.session, claims=claims.pack(action.claims))
 
 
 _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
@@ -441,6 +455,7 @@ _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
     m.GiveUp: Dispatcher._on_give_up,
     m.Settle: Dispatcher._on_settle,
     m.PostingEvent: Dispatcher._on_event,
+    m.Confirm: Dispatcher._on_confirm,
     m.Land: Dispatcher._on_land,
     m.Mail: Dispatcher._on_mail,
     m.Listen: Dispatcher._on_listen,

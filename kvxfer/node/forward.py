@@ -17,12 +17,22 @@ from typing import Any, cast
 
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, KvxferError, PeerError, PeerUnreachable, ProtocolError, TooManyPending
+from kvxfer.errors import (
+    NOT_TOLD,
+    ClosedError,
+    KvxferError,
+    PeerError,
+    PeerUnreachable,
+    ProtocolError,
+    TooManyPending,
+)
 from kvxfer.net.link import Link
+from kvxfer.node.confirming import Confirmations
 from kvxfer.node.dispatch import Dispatcher
 from kvxfer.node.pool import Pool
-from kvxfer.node.settling import NOT_TOLD, Settlements
+from kvxfer.node.settling import Settlements
 from kvxfer.rendezvous import actions as act
+from kvxfer.rendezvous.postings import ClaimKey
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -56,11 +66,18 @@ class Forwarder:
         self._config = config
         self._clock = clock
         self._running: dict[Link, int] = {}
-        self._settling: set[asyncio.Task[None]] = set()
+        self._settling: dict[asyncio.Task[None], ClaimKey] = {}
         self._claims: dict[Link, dict[int, asyncio.Task[None]]] = {}
         self.unsettled = Settlements(
-            self._tell, owner, clock=clock, rng=rng, limit=config.claims_max, keep_s=config.lease_s_max
+            self._tell,
+            owner,
+            clock=clock,
+            rng=rng,
+            limit=config.claims_max,
+            keep_s=config.lease_s_max,
+            told=self._told_late,
         )
+        self._confirmations = Confirmations(dispatcher, owner, config, clock, self.settling)
 
     @property
     def running(self) -> int:
@@ -106,8 +123,20 @@ class Forwarder:
                 return
         with contextlib.suppress(ClosedError):  # this daemon ends, and the other node hears of that
             task = self._owner.spawn(self._settle(action, worker), "settle elsewhere")
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
+            self._settling[task] = (action.posting, action.claim)
+            task.add_done_callback(self._settling.__delitem__)
+
+    def confirm(self, action: act.Confirm) -> None:
+        """Ask another node which of these claims it knows."""
+        self._confirmations.ask(action)
+
+    def on_confirm(self, link: Link, message: m.Confirm) -> None:
+        """Another node asks us."""
+        self._confirmations.answer(link, message)
+
+    def settling(self) -> set[ClaimKey]:
+        """Claims of which other nodes are being told, or will be, how they ended."""
+        return self.unsettled.claims | set(self._settling.values())
 
     async def wait_settled(self, timeout: float) -> None:
         """Wait until other nodes have answered what they are being told now."""
@@ -182,7 +211,7 @@ class Forwarder:
             await self._tell(action)
         except KvxferError as error:
             if isinstance(error, NOT_TOLD):
-                self.unsettled.keep(replace(action, link=None, rid=0))
+                self.unsettled.keep(action)
             if worker is not None:
                 self._dispatcher.refuse(worker, action.rid, error)
         else:
@@ -191,6 +220,11 @@ class Forwarder:
         finally:
             if worker is not None and not action.node_id:
                 self._end(worker)
+
+    def _told_late(self, action: act.SettleElsewhere) -> None:
+        """A second answer: its worker need not remember this settlement for another daemon any longer."""
+        if isinstance(action.link, Link) and not action.link.closed.done():
+            self._dispatcher.reply(action.link, m.Done(rid=action.rid))
 
     async def _tell(self, action: act.SettleElsewhere) -> None:
         """Settle at another node and wait until it has answered."""

@@ -2,7 +2,8 @@
 
 The idea: the owner of a posting keeps an orphaned claim alive, because the data path may still work; only its claimant
 knows that it has ended. So a settlement that found nobody is kept, and each node has one task that tries again with
-growing pauses, and at once when the node is heard from. Whatever the node answers ends it, a refusal as well.
+growing pauses, and at once when the node is heard from. Whatever the node answers ends it, a refusal as well, and
+``told`` is called: a worker remembers what it said until then, for this daemon may end before it has passed it on.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from kvxfer.errors import BusyError, ClosedError, KvxferError, PeerError, TransferTimeout
+from kvxfer.errors import NOT_TOLD, KvxferError
 from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
 from kvxfer.tasks import TaskOwner
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
-NOT_TOLD = (PeerError, TransferTimeout, BusyError, ClosedError)
 
 log = logging.getLogger("kvxfer.settling")
 
@@ -43,6 +43,7 @@ class Settlements:
         rng: random.Random,
         limit: int,
         keep_s: float,
+        told: Callable[[SettleElsewhere], None] = lambda _: None,
     ) -> None:
         self._tell = tell
         self._owner = owner
@@ -50,11 +51,17 @@ class Settlements:
         self._rng = rng
         self._limit = limit
         self._keep_s = keep_s
+        self._told = told
         self._nodes: dict[str, _Node] = {}
         self.given_up = 0
 
     def __len__(self) -> int:
         return sum(len(node.waiting) for node in self._nodes.values())
+
+    @property
+    def claims(self) -> set[ClaimKey]:
+        """What they are about."""
+        return {claim for node in self._nodes.values() for claim in node.waiting}
 
     def keep(self, action: SettleElsewhere) -> None:
         """Tell it later."""
@@ -101,6 +108,7 @@ class Settlements:
             except KvxferError as refused:  # it knows nothing of the claim: there is nothing left to end
                 log.debug("claim %d of %s was settled late: %s", action.claim, action.posting, refused)
             node.waiting.pop(key, None)
+            self._told(action)
 
     def _give_up(self, action: SettleElsewhere, why: str) -> None:
         self.given_up += 1

@@ -87,6 +87,15 @@ class SettleElsewhere:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """Ask the daemon at `link` which of these claims it does not know. The `session` that granted them has ended."""
+
+    link: Link
+    session: str
+    claims: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
     """Hand a message to the worker that listens on its channel."""
 
@@ -96,4 +105,4 @@ class Deliver:
     source: str
 
 
-Action = Done | Refused | Posted | Claimed | Notify | SettleElsewhere | Deliver
+Action = Done | Refused | Posted | Claimed | Notify | SettleElsewhere | Confirm | Deliver

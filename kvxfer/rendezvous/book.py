@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, Config
 from kvxfer.errors import (
@@ -25,7 +25,7 @@ from kvxfer.errors import (
     UsageError,
     WrongKey,
 )
-from kvxfer.rendezvous.actions import Action, Claimed, Done, Notify, Posted, Refused
+from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Notify, Posted, Refused
 from kvxfer.rendezvous.postings import (
     FOUND_BY_KEY,
     SINGLE_USE,
@@ -49,6 +49,7 @@ from kvxfer.rendezvous.timeline import Timeline
 
 DETAIL_CHARS_MAX = 1000
 DRAINED = "the daemon was told to stop, and its time to drain is over"
+NEVER_ARRIVED = "the claimant's node knows nothing of the claim: the grant was lost with its connection"
 _ID_ATTEMPTS = 8
 
 
@@ -262,19 +263,39 @@ class Book:
             self._timeline.set(("orphan", *claim.key), now + self._config.lease_s)
         return [_notice(claim, "orphaned", PeerLost.code, "the claimant's node is out of reach")]
 
-    def adopt_orphans(self, party: Party) -> None:
+    def adopt_orphans(self, party: Party) -> list[Action]:
         """The claimant's daemon is back, and it is still the process that made the claims."""
-        for claim in list(self._orphans.get(party.node_id, {}).values()):
-            if claim.incarnation == party.incarnation and claim.posting.namespace == party.namespace:
-                self._forget_orphan(claim)
-                self.hand_over(claim, party)
+        back = [
+            claim
+            for claim in self._orphans.get(party.node_id, {}).values()
+            if claim.incarnation == party.incarnation and claim.posting.namespace == party.namespace
+        ]
+        for claim in back:
+            self._forget_orphan(claim)
+        return self.hand_over(back, party)
 
-    def hand_over(self, claim: Claim, party: Party) -> None:
-        """From now on the claimant is reached over another link."""
-        if claim.party is not None:
-            del claim.party.claims[claim.key]
-        claim.party = party
-        party.claims[claim.key] = claim
+    def hand_over(self, claims: Sequence[Claim], party: Party) -> list[Action]:
+        """From now on the claimants are reached over another link. Some grants may have been lost with the earlier one,
+        so their node is asked which of them it knows: what it does not know, nobody would ever settle.
+        """
+        sessions: dict[str, list[ClaimKey]] = {}
+        for claim in claims:
+            if claim.party is not None:
+                del claim.party.claims[claim.key]
+            claim.party = party
+            party.claims[claim.key] = claim
+            sessions.setdefault(claim.session, []).append(claim.key)
+        return [Confirm(link=party.link, session=name, claims=tuple(keys)) for name, keys in sessions.items() if name]
+
+    def never_arrived(self, now: float, key: ClaimKey, session: str) -> list[Action]:
+        """The claimant's node does not know this claim, and the connection over which it was granted has ended there
+        too. So nobody uses it; its place is not given to a second one all the same (`SINGLE_USE`).
+        """
+        posting = self._postings.get(key[0])
+        claim = posting.claims.get(key[1]) if posting is not None else None
+        if claim is None or claim.session != session:
+            return []
+        return self._settle(now, claim, "lost", PeerLost.code, NEVER_ARRIVED, tell=True)
 
     def stop_waiting(self, party: Party) -> None:
         """The link of these waiters is gone; nobody needs an answer."""
@@ -369,7 +390,7 @@ class Book:
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
-        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now)
+        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now, party.session)
         posting.claims[claim.number] = party.claims[claim.key] = claim
         self.claims += 1
         answer = Claimed(

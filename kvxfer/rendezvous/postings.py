@@ -79,7 +79,8 @@ class Posting:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """One claimant's use of a posting. `party` is None while the claimant's daemon is out of reach."""
+    """One claimant's use of a posting. `party` is None while the claimant's daemon is out of reach; `session` names the
+    connection over which it was granted, whoever carries the news later."""
 
     posting: Posting
     number: int
@@ -88,6 +89,7 @@ class Claim:
     incarnation: str
     engine_id: str
     since: float
+    session: str = ""
 
     @property
     def key(self) -> ClaimKey:
@@ -124,6 +126,7 @@ class Party:
     node_id: str = ""
     incarnation: str = ""
     namespace: str = ""
+    session: str = ""
     posting_bytes: int = 0
     postings: dict[str, Posting] = field(default_factory=dict)
     claims: dict[ClaimKey, Claim] = field(default_factory=dict)

@@ -9,7 +9,7 @@ once or when its wait ends, and a refusal is an action like any other: no messag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvxfer.config import DEFAULT_NAMESPACE, Config
@@ -27,7 +27,7 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import Party, is_greedy
+from kvxfer.rendezvous.postings import ClaimKey, Party, is_greedy
 from kvxfer.rendezvous.routes import Routes
 from kvxfer.rendezvous.tally import Tally
 
@@ -79,14 +79,19 @@ class Registry:
         self._add(Party(link, name or "a worker", namespace=namespace or self._config.namespace))
         self._workers += 1
 
-    def add_peer(self, link: Link, node_id: str, incarnation: str, name: str = "", namespace: str = "") -> None:
-        """A peer daemon is linked, perhaps again, perhaps more than once. Raises `UsageError`."""
+    def add_peer(
+        self, link: Link, node_id: str, incarnation: str, name: str = "", namespace: str = "", session: str = ""
+    ) -> list[Action]:
+        """A peer daemon is linked, perhaps again, perhaps more than once; ``session`` is what both call the connection.
+
+        Raises `UsageError`.
+        """
         if not node_id:
             raise UsageError("a peer has a node id")
-        party = Party(link, name or node_id, node_id, incarnation, namespace or DEFAULT_NAMESPACE)
+        party = Party(link, name or node_id, node_id, incarnation, namespace or DEFAULT_NAMESPACE, session)
         self._add(party)
         self._peers.setdefault(node_id, {})[link] = party
-        self._book.adopt_orphans(party)
+        return self._book.adopt_orphans(party)
 
     def remove(self, now: float, link: Link) -> list[Action]:
         """The link is gone: a worker's everything ends, a peer's claims are orphaned. Unknown links are ignored."""
@@ -256,6 +261,18 @@ class Registry:
 
         return self._answer(now, link, rid, decide)
 
+    def unknown_to_us(self, node_id: str, claims: Iterable[ClaimKey]) -> list[ClaimKey]:
+        """Which of these claims on postings of a node none of our workers holds."""
+        routes = ((key, self._routes.get(key)) for key in claims)
+        return [key for key, route in routes if route is None or route.node_id != node_id]
+
+    def never_arrived(self, now: float, session: str, claims: Iterable[ClaimKey]) -> list[Action]:
+        """The daemon that was asked about claims of an ended connection does not know these."""
+        actions = self.expire(now)
+        for key in claims:
+            actions += self._book.never_arrived(now, key, session)
+        return actions
+
     def event_from_peer(
         self, now: float, link: Link, *, posting: str, claim: int, what: str, code: str = "", detail: str = ""
     ) -> list[Action]:
@@ -417,11 +434,10 @@ class Registry:
         who = (party.incarnation, party.namespace)
         same = next((other for other in others.values() if (other.incarnation, other.namespace) == who), None)
         actions: list[Action] = []
+        if same is not None:
+            actions += self._book.hand_over(list(party.claims.values()), same)
         for claim in list(party.claims.values()):
-            if same is not None:
-                self._book.hand_over(claim, same)
-            else:
-                actions += self._book.orphan(now, claim)
+            actions += self._book.orphan(now, claim)
         if not others:
             del self._peers[party.node_id]
             actions += self._routes.orphan(party.node_id)

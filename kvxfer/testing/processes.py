@@ -142,12 +142,17 @@ class Daemon:
 
 
 @asynccontextmanager
-async def daemon(directory: Path, *, name: str = "daemon", **options: object) -> AsyncIterator[Daemon]:
-    """A daemon with its socket in ``directory``, on a loopback port of its own choosing, without HTTP by default."""
+async def daemon(
+    directory: Path, *, name: str = "daemon", program: Sequence[str] = ("-m", "kvxfer"), **options: object
+) -> AsyncIterator[Daemon]:
+    """A daemon with its socket in ``directory``, on a loopback port of its own choosing, without HTTP by default.
+
+    ``program``: what Python runs, with `serve` behind it (see `kvxfer.testing.older`).
+    """
     await asyncio.to_thread(directory.mkdir, mode=0o700, exist_ok=True)
     settings = {"socket_dir": directory, "listen": "127.0.0.1:0", "http": "", **options}
     environment = {f"KVXFER_{key.upper()}": str(value) for key, value in settings.items()}
-    async with python_process(["-m", "kvxfer", "serve"], name=name, environment=environment) as process:
+    async with python_process([*program, "serve"], name=name, environment=environment) as process:
         found = Daemon(process, directory / "kvxferd.sock")
         await found.wait_ready()
         yield found

@@ -13,7 +13,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeVar, get_type_hints
+from typing import ClassVar, TypeVar, get_type_hints
 
 import msgpack
 
@@ -22,17 +22,30 @@ from kvxfer.wire.fields import U64_MAX, Kind, Oversize
 from kvxfer.wire.structure import check_structure
 
 LENGTH_BYTES = 4  # before every frame: the length of what follows, big-endian
-OPTIONAL: Final = "optional"  # in an annotation: absent on the wire, a field has its default, and with it is not sent
 _length = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """In an annotation: the version of the protocol that added this field to a message that was there before.
+
+    Absent on the wire, the field has its default, and with its default it is not sent: so those who never heard of it
+    and those who know it read and write the same bytes as long as nobody uses it.
+    """
+
+    version: int
 
 
 class Message:
     """Base of all messages. Construction raises `UsageError` (`TooLarge` for what is only too much) naming the
-    field."""
+    field. ``since`` is the version of the protocol that brought the message, ``added`` that of each later field.
+    """
 
     __slots__ = ()
     number: ClassVar[int]
+    since: ClassVar[int]
     kinds: ClassVar[tuple[tuple[str, Kind], ...]]
+    added: ClassVar[Mapping[str, int]]
     optional: ClassVar[Mapping[str, object]]
 
     def __post_init__(self) -> None:
@@ -69,24 +82,44 @@ M = TypeVar("M", bound=Message)
 MESSAGES: dict[int, type[Message]] = {}
 
 
-def numbered(number: int) -> Callable[[type[M]], type[M]]:
+def numbered(number: int, *, since: int = 1) -> Callable[[type[M]], type[M]]:
     """Give a message its number, for ever, and read the bounds of its fields out of its annotations."""
 
     def register(declared: type[M]) -> type[M]:
         assert number not in MESSAGES, f"two messages have the number {number}"
         hints = get_type_hints(declared, include_extras=True)
-        names = [item.name for item in dataclasses.fields(declared)]  # type: ignore[arg-type]
+        fields = dataclasses.fields(declared)  # type: ignore[arg-type]
         declared.number = number
-        declared.kinds = tuple((name, hints[name].__metadata__[0]) for name in names)
-        declared.optional = {
-            item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-            for item in dataclasses.fields(declared)  # type: ignore[arg-type]
-            if OPTIONAL in hints[item.name].__metadata__
-        }
+        declared.since = since
+        declared.kinds = tuple((item.name, hints[item.name].__metadata__[0]) for item in fields)
+        marks = {item.name: _mark(hints[item.name].__metadata__) for item in fields}
+        declared.added = {name: mark.version for name, mark in marks.items() if mark is not None}
+        declared.optional = {item.name: _default(item) for item in fields if item.name in declared.added}
+        assert all(version > since for version in declared.added.values()), "a field is as old as its message"
         MESSAGES[number] = declared
         return declared
 
     return register
+
+
+def _mark(metadata: tuple[object, ...]) -> Since | None:
+    return next((item for item in metadata if isinstance(item, Since)), None)
+
+
+def _default(item: dataclasses.Field[object]) -> object:
+    """Whoever does not know a field cannot send it."""
+    found = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    assert found is not dataclasses.MISSING, f"{item.name} came later and has no default"
+    return found
+
+
+def unread(message: Message, version: int) -> tuple[str, ...]:
+    """Fields that say something in this message, and that a peer which speaks ``version`` has never heard of."""
+    return tuple(
+        name
+        for name, since in message.added.items()
+        if since > version and getattr(message, name) != message.optional[name]
+    )
 
 
 def encode(message: Message, frame_bytes_max: int | None = None) -> bytes:

@@ -1,7 +1,10 @@
 """Every message of the control plane: its number, its fields and their bounds.
 
-Declarations alone; how they are checked, encoded and decoded stands in `codec`. Numbers and field names never change,
-and fields that are unknown to a receiver are ignored, so that a newer version may add some (marked `OPTIONAL`).
+Declarations alone; how they are checked, encoded and decoded stands in `codec`. Numbers and field names never change.
+What a version of the protocol added says so: a message by ``since``, a field of an older message by `Since`. All else
+is of version 1, and every peer knows it. A message is sent to those alone who speak its version (`Session.speaks`);
+fields that are unknown to a receiver are ignored, so a later field may only say what can be left out, or has to be
+looked at in the handshake (`unread`).
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from kvxfer.config import (
 from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
 from kvxfer.errors import Field
 from kvxfer.wire.codec import MESSAGES as MESSAGES
-from kvxfer.wire.codec import OPTIONAL, numbered
 from kvxfer.wire.codec import Message as Message
+from kvxfer.wire.codec import Since, numbered
 from kvxfer.wire.codec import Unknown as Unknown
 from kvxfer.wire.codec import decode as decode
 from kvxfer.wire.codec import encode as encode
@@ -43,6 +46,7 @@ CLAIMED_BODY_BYTES_MAX = POSTING_BODY_BYTES_MAX + (
     16 << 10
 )  # a landing adds its descriptor to the body that was posted
 STATUS_BODY_BYTES_MAX = 1 << 20
+CONFIRM_BYTES_MAX = VALUE_BYTES_MAX  # what is asked fits the answer
 LINK_ROLES = ("worker", "peer", "tool")
 POSTING_KINDS = ("offer", "ticket", "region")
 CLAIM_KINDS = (*POSTING_KINDS, "landing")
@@ -70,7 +74,7 @@ ClaimNumber = Annotated[int, UInt(CLAIM_NUMBER_MAX)]
 Duration = Annotated[float, Seconds(SECONDS_MAX)]
 PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
 MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
-Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), OPTIONAL]  # empty: "default"; of a worker: its daemon's
+Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), Since(2)]  # empty: "default"; of a worker: its daemon's
 EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
 
 
@@ -135,7 +139,7 @@ class Refuse(Message):
 
     code: Code
     message: Explanation = ""
-    fields: Annotated[Details, OPTIONAL] = field(default_factory=dict)
+    fields: Annotated[Details, Since(2)] = field(default_factory=dict)
 
 
 @numbered(6)
@@ -291,12 +295,24 @@ class PostingEvent(Message):
     engine_id: IdentityOrAny = ""
 
 
-@numbered(28)
+@numbered(28, since=2)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GiveUp(Message):
     """Whoever sent the Claim numbered `request`: nobody waits for its answer any more. Not answered itself."""
 
     request: Rid
+
+
+@numbered(29, since=2)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Confirm(Message):
+    """Owner: these claims were granted to you over the connection ``session``, which has ended. The `Done` that answers
+    it holds those that you neither use nor are about to settle. Claims as in `wire.claims`.
+    """
+
+    rid: Rid = 0
+    session: Identity
+    claims: Annotated[bytes, Blob(CONFIRM_BYTES_MAX)]
 
 
 @numbered(40)
@@ -314,7 +330,7 @@ class Land(Message):
     body: PostingBody = b""
     lease_s: Duration
     engine_id: IdentityOrAny = ""
-    wait_s: Annotated[float, Seconds(SECONDS_MAX), OPTIONAL] = 0.0
+    wait_s: Annotated[float, Seconds(SECONDS_MAX), Since(2)] = 0.0
 
 
 # -- small messages between workers -----------------------------------------------------------------------------------
@@ -379,7 +395,7 @@ class StatusReply(Message):
     body: Annotated[bytes, Blob(STATUS_BODY_BYTES_MAX)] = b""
 
 
-@numbered(54)
+@numbered(54, since=2)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Message):
     """Worker: what this process says of itself, in the place of what it said before. Not answered.

@@ -35,6 +35,7 @@ from kvxfer.errors import (
 from kvxfer.net.keys import NodeKeys
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import Side, find_secret, prove, transcript
+from kvxfer.wire.codec import unread
 from kvxfer.wire.faults import error_reply, exception_of, refusal
 from kvxfer.wire.tables import DEADLINES as DEADLINES
 from kvxfer.wire.tables import HANDSHAKE as HANDSHAKE
@@ -43,7 +44,7 @@ from kvxfer.wire.tables import TRANSITIONS as TRANSITIONS
 from kvxfer.wire.tables import MessageType
 from kvxfer.wire.tables import State as State
 
-VERSIONS = (1, 1)  # the oldest and the newest protocol version that this code speaks
+VERSIONS = (1, 2)  # the oldest and the newest protocol version that this code speaks
 FEATURES: tuple[str, ...] = ()
 LATE_PROBES_MAX = 2  # times that a probe is repeated because this side slept through its deadline
 
@@ -151,6 +152,7 @@ class Session:
         self.link_role = facts.role if side == "dialler" else ""
         self.urgent = False
         self.proved_with = b""  # the secret with which the other side has proved itself
+        self.version = 0  # of the protocol, as agreed; 0 until the connection is open
         self.goodbye: str | None = None  # the peer's reason, once it has said that it will leave
         self._limits = limits
         self._nonce = nonce
@@ -296,11 +298,34 @@ class Session:
             error = PeerLost("the connection ended")
         return Step(event=Closed(error=error))
 
+    def speaks(self, kind: MessageType) -> bool:
+        """Whether the version that was agreed has this message. Before that nothing is known."""
+        return kind.since <= self.version
+
     def check_send(self, message: m.Message) -> None:
-        """Raises `UsageError` when this side may not send this message, so that no peer has to complain about it."""
+        """Raises `UsageError` when this side may not send this message, `VersionMismatch` when the other is too old for
+        it, so that no peer has to complain about it."""
+        what = type(message).__name__
         if type(message) not in MAY_SEND.get((self.link_role, self.side), ()):
-            what = type(message).__name__
             raise UsageError(f"{what} is not for this side of a link", kind=what, role=self.link_role, side=self.side)
+        if not self.speaks(type(message)):
+            raise self.too_old(what, message.since)
+
+    def too_old(self, what: str, since: int) -> VersionMismatch:
+        """The error for what the agreed version does not have."""
+        agreed, newest = self.version, self._versions[1]
+        text = f"{what} came with version {since} of the protocol: the peer speaks version {agreed}, this side {newest}"
+        error = VersionMismatch(text, hint="upgrade the node that speaks the older version")
+        error.fields.update(kind=what, since=since, version=agreed, newest=newest)
+        return error
+
+    def not_known(self, what: str, error: UnknownMessage) -> UnknownMessage:
+        """The same error, told by the peer, with all that one needs to know about it."""
+        agreed, newest = self.version, self._versions[1]
+        text = f"the peer does not know {what}: it speaks version {agreed} of the protocol, this side {newest}"
+        found = UnknownMessage(text, peer=error.peer, retryable=False, hint="upgrade the node that lacks it")
+        found.fields.update(kind=what, version=agreed, newest=newest)
+        return found
 
     # -- the handshake -------------------------------------------------------------------------------------------------
 
@@ -348,6 +373,7 @@ class Session:
                 namespace=mine.namespace,
             )
 
+        self._check_unread(made(b""), version)
         if not required:
             return made(b"")
         return made(prove(self._secret_for(hello), "acceptor", transcript(hello, made(b""))))
@@ -375,6 +401,7 @@ class Session:
             raise self._version_mismatch(welcome.version, welcome.version)
         if not set(welcome.features) <= set(hello.features):
             raise ProtocolError("Welcome has features that were not offered", kind="Welcome", field="features")
+        self._check_unread(hello, welcome.version)
         said = transcript(hello, welcome)
         secret = self._check_acceptor(welcome, said)
         self._check_certified(welcome.node_id)
@@ -452,10 +479,23 @@ class Session:
         self.state = State.CLOSED
         return Step(event=Closed(error=exception_of(refuse)))
 
+    def _check_unread(self, mine: m.Hello | m.Welcome, version: int) -> None:
+        """What this side says of itself and the other cannot read: it would take us for somebody else."""
+        for name in unread(mine, version):
+            raise self._too_old_for(name, type(mine).added[name], version)
+
+    def _too_old_for(self, name: str, since: int, version: int) -> VersionMismatch:
+        other = _other(self.side)
+        text = f"the {other} speaks version {version}, and the {name} of the {self.side} needs version {since}"
+        error = VersionMismatch(text, hint=f"upgrade the {other}, or set no {name} on the other side until then")
+        error.fields.update(field=name, since=since, version=version, newest=self._versions[1])
+        return error
+
     def _established(self, session: str) -> Established:
         assert self._peer is not None
         assert self._welcome is not None
         welcome = self._welcome
+        self.version = welcome.version
         # A tool proves whose it is, and is no process of that node: nothing may be kept for the node in its name.
         own = self._keys is not None and self._peer.role == "tool"
         peer = replace(self._peer, node_id="") if own else self._peer
@@ -469,8 +509,10 @@ class Session:
 
     def _version_mismatch(self, low: int, high: int) -> VersionMismatch:
         mine, other = self._versions, _other(self.side)
+        older = self.side if mine[1] < low else other
         error = VersionMismatch(
-            f"no common protocol version: the {self.side} speaks {mine[0]} to {mine[1]}, the {other} {low} to {high}"
+            f"no common protocol version: the {self.side} speaks {mine[0]} to {mine[1]}, the {other} {low} to {high}",
+            hint=f"upgrade the {older}: versions that follow each other work together",
         )
         error.fields.update({f"{self.side}_min": mine[0], f"{self.side}_max": mine[1]})
         error.fields.update({f"{other}_min": low, f"{other}_max": high})

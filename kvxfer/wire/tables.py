@@ -34,7 +34,7 @@ MessageType = type[m.Message]
 _EITHER: frozenset[MessageType] = frozenset((m.Ping, m.Pong, m.Goodbye, m.Error))
 _ANSWERS: frozenset[MessageType] = frozenset((m.Done, m.Posted, m.Claimed, m.StatusReply, m.EchoReply))
 _TOOL_ASKS: frozenset[MessageType] = frozenset((m.Claim, m.GiveUp, m.Settle, m.Status, m.Echo))
-_PEER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {m.PostingEvent, m.Mail, m.Land}
+_PEER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {m.PostingEvent, m.Mail, m.Land, m.Confirm}
 _WORKER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {
     *(m.Post, m.Renew, m.Withdraw, m.Mail, m.Listen, m.Unlisten, m.Land, m.Report),
 }

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.dataplane.mapped import DeviceMemory, map_device, map_host
-from kvxfer.dataplane.reach import Import
+from kvxfer.dataplane.ways import Import
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (

@@ -22,6 +22,7 @@ from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferErr
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
 from kvxfer.wire import messages as m
+from kvxfer.worker.untold import Untold
 
 EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
 UNSENT_MAX = 4096
@@ -84,6 +85,7 @@ class Control:
         self._unsent: deque[m.Settle | m.Withdraw] = deque(maxlen=UNSENT_MAX)
         self._retry: asyncio.TimerHandle | None = None
         self._reconnecting = False
+        self._untold = Untold(self._loop_time, limit=UNSENT_MAX, keep_s=config.lease_s_max)
         self._early: OrderedDict[tuple[str, int], list[m.PostingEvent]] = OrderedDict()
         self._deliveries: dict[str, Callable[[m.Delivery], None]] = {}
         self.node_id = ""
@@ -184,7 +186,7 @@ class Control:
 
     async def _restore(self, link: Link) -> None:
         """Tell a new daemon what the old one knew. What it refuses ends, and its owner is told; the rest goes on."""
-        self._send_unsent()
+        self._say_again()
         self.on_restored()
         for channel in tuple(self._deliveries):
             try:
@@ -224,10 +226,12 @@ class Control:
         return self._link
 
     def say(self, message: m.Report) -> bool:
-        """Tell the daemon something that it does not answer; whether it was sent."""
+        """Tell the daemon something that it does not answer; whether that is done. An older one cannot be told."""
         try:
             if self._link is None:
                 return False
+            if not self._link.speaks(type(message)):
+                return True
             self._link.send(message)
         except KvxferError:
             self.unexpected_events += 1
@@ -400,11 +404,13 @@ class Control:
             self._early.popitem(last=False)
 
     def _on_late(self, link: Link, message: m.Message) -> None:
-        """The reply to a request that was given up: nobody knows of what it began."""
+        """The reply to a request that was given up: nobody knows of what it began. Or the second to a settlement."""
         if isinstance(message, m.Posted):
             self._send(m.Withdraw(posting=message.posting, reason="given up"))
         elif isinstance(message, m.Claimed):
             self._send(m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled"))
+        elif isinstance(message, m.Done):
+            self._untold.answered(message)
 
     # -- outgoing ---------------------------------------------------------------------------------------------------
 
@@ -422,14 +428,32 @@ class Control:
             self._retry.cancel()
             self._retry = None
         while self._unsent and self._link is not None:
+            message = self._unsent[0]
             try:
-                self._link.notify(self._unsent[0])
+                self._notify(self._link, message)
             except KvxferError:
                 self.unexpected_events += 1
                 if not self._link.closed.done():
                     self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
                 return
             self._unsent.popleft()
+
+    def _notify(self, link: Link, message: m.Settle | m.Withdraw) -> None:
+        """Say it; what has to reach another node is remembered until it has."""
+        if isinstance(message, m.Settle) and message.node:
+            self._untold.said(link.notify(message, self._untold.answered), message)
+        else:
+            link.notify(message)
+
+    def _say_again(self) -> None:
+        """To a new daemon: first what the one before it may have kept to itself."""
+        again = self._untold.take(UNSENT_MAX - len(self._unsent))
+        self._unsent.extendleft(reversed(again))
+        self._send_unsent()
+
+    @staticmethod
+    def _loop_time() -> float:
+        return asyncio.get_running_loop().time()
 
     async def aclose(self) -> None:
         """Say goodbye; the daemon withdraws what is still posted."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError
+from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import MemoryKind, OpKind
@@ -93,7 +93,14 @@ class Posting:
     @classmethod
     def _from_map(cls, raw: dict[str, Any]) -> Posting:
         if raw.get("v") != POSTING_VERSION:
-            raise ProtocolError("the peer's posting has another version", value=repr(raw.get("v"))[:20])
+            theirs = repr(raw.get("v"))[:20]
+            hint = "upgrade the side that is older: what a posting says has changed between the two"
+            raise VersionMismatch(
+                f"the peer's posting is of format {theirs}, and this side reads {POSTING_VERSION}",
+                value=theirs,
+                expected=POSTING_VERSION,
+                hint=hint,
+            )
         descriptors = raw.get("descriptors")
         if not isinstance(descriptors, list) or not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
             raise ProtocolError("the peer's posting has no list of descriptors", limit=DESCRIPTORS_MAX)

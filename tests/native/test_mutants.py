@@ -45,7 +45,7 @@ class Play:
         return self.body.endswith("_between_cards")
 
 
-def cancelled(bug: str, kind: str, load: str = "crowd", **more: str) -> Play:
+def cancelled(bug: str, kind: str, load: str, **more: str) -> Play:
     return Play(bug, PATTERNS, CANCELLED, (kind, load), **more)
 
 
@@ -56,11 +56,11 @@ def taken_back(bug: str, *arguments: str, body: str = TAKEN_BACK) -> Play:
 PLAYS = (
     cancelled("shm_first_job_ends_it", "shm-coarse", "alone"),
     cancelled("tcp_put_let_go", "tcp", "alone", says=LATER_CONTENTS),
-    cancelled("tcp_put_let_go", "tcp-copied"),
+    cancelled("tcp_put_let_go", "tcp-copied", "alone"),
     cancelled("tcp_get_still_written", "tcp", "alone"),
-    cancelled("tcp_get_still_written", "tcp-sealed"),
+    cancelled("tcp_get_still_written", "tcp-sealed", "alone"),
     cancelled("loop_goes_on", "loop", "alone"),
-    cancelled("fault_handed_on", "fault"),
+    cancelled("fault_handed_on", "fault", "alone"),
     Play("hixl_batches_left_behind", PATTERNS, "cancelled_between_cards", ("network",)),
     Play("hixl_batches_left_behind", PATTERNS, "cancelled_between_cards", ("copy",)),
     taken_back("shm_owner_does_not_wait", "shm-coarse", "alone"),

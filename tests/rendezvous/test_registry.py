@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.rendezvous.actions import Claimed, Deliver, Done, Notify, Posted, Refused, SettleElsewhere
+from kvxfer.rendezvous.actions import Claimed, Confirm, Deliver, Done, Notify, Posted, Refused, SettleElsewhere
 from kvxfer.rendezvous.registry import Registry
 from tests.rendezvous.bench import FAR, HERE, THEIR_INCARNATION, THERE, Bench, refusal, told
 
@@ -133,6 +133,64 @@ def test_a_restarted_peer_may_settle_what_it_orphaned() -> None:
     assert bench.registry.counts().orphans == 1
     assert told(bench.settle(answer, "failed", link="again", code="timeout")) == [("own", "settled", 1, "timeout")]
     assert bench.registry.counts().orphans == 0
+
+
+def test_after_a_lost_connection_the_claimants_node_is_asked_what_it_knows() -> None:
+    bench = Bench()
+    bench.registry.remove(0, "peer")
+    assert bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1") == []
+    bench.posted()
+    bench.posted(kind="region", key="name")
+    offer, region = bench.claimed("first"), bench.claimed("first", kind="region", key="name")
+    bench.remove("first")
+    keys = ((offer.posting, offer.claim), (region.posting, region.claim))
+    [asked] = bench.registry.add_peer("again", THERE, THEIR_INCARNATION, session="s2")
+    assert asked == Confirm(link="again", session="s1", claims=keys)
+    # Once more, before there was an answer: it is still about the connection over which they were granted.
+    bench.remove("again")
+    [asked] = bench.registry.add_peer("third", THERE, THEIR_INCARNATION, session="s3")
+    assert asked == Confirm(link="third", session="s1", claims=keys)
+    assert bench.registry.never_arrived(0, "s2", keys) == [], "granted over another connection"
+    ended = bench.checked(bench.registry.never_arrived(0, "s1", [keys[0], ("0" * 32, 1), (offer.posting, 9)]))
+    assert told(ended) == [("own", "lost", 1, "peer_lost")]
+    assert bench.registry.counts().claims == 1, "the other one is known there"
+    assert bench.registry.never_arrived(0, "s1", [keys[0]]) == []
+    answer = bench.claim("third")  # nobody else gets the place: what the peer says is no proof that nothing was written
+    assert [type(one) for one in answer] == [Refused]
+    assert told(bench.registry.settle(0, "third", 1, posting=offer.posting, claim=1, outcome="done")) == []
+
+
+def test_who_is_not_asked() -> None:
+    bench = Bench()
+    bench.registry.remove(0, "peer")
+    bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1")
+    bench.posted()
+    bench.claimed("first")
+    bench.remove("first")
+    assert bench.registry.add_peer("restarted", THERE, FAR, session="s2") == [], "another process"
+    assert bench.registry.add_peer("stranger", FAR, THEIR_INCARNATION, session="s3") == []
+    assert bench.registry.counts().orphans == 1
+
+
+def test_another_connection_is_asked_at_once() -> None:
+    bench = Bench()
+    bench.registry.remove(0, "peer")
+    bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1")
+    bench.registry.add_peer("second", THERE, THEIR_INCARNATION, session="s2")
+    bench.posted()
+    claim = bench.claimed("first")
+    assert bench.remove("first") == [Confirm(link="second", session="s1", claims=((claim.posting, claim.claim),))]
+
+
+def test_which_claims_are_unknown_here() -> None:
+    bench = Bench()
+    answer = Claimed(
+        link="own", rid=1, posting="e" * 32, claim=3, body=b"", expires_in_s=1.0, node_id=THERE, incarnation=FAR
+    )
+    bench.registry.claimed_elsewhere(0, answer)
+    asked = [("e" * 32, 3), ("e" * 32, 4), ("f" * 32, 3)]
+    assert bench.registry.unknown_to_us(THERE, asked) == asked[1:]
+    assert bench.registry.unknown_to_us(FAR, asked) == asked, "not of that node"
 
 
 def test_two_links_to_one_peer_back_each_other_up() -> None:

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvxfer.deadline import Deadline
-from kvxfer.errors import VersionMismatch
 from kvxfer.testing.sim import liveness
 from kvxfer.testing.sim.loop import Process, SimLoop, run_in
 from kvxfer.testing.sim.network import Host
 from kvxfer.testing.sim.run import Plan, Simulation
-from kvxfer.testing.sim.versions import NEXT, PRESENT
 from kvxfer.testing.sim.world import World
 
 pytestmark = pytest.mark.once
@@ -79,46 +76,6 @@ def test_hosts_have_clocks_of_their_own_and_timers_are_never_early() -> None:
     assert max(due for due, _ in found) - min(due for due, _ in found) > 10_000
 
 
-def test_a_version_that_nobody_else_speaks_is_refused_at_once() -> None:
-    future = ((9, 9), ())
-    world = World(5)
-    said: list[Any] = []
-
-    async def meet() -> None:
-        host, other = world.add_host(), world.add_host()
-        daemons = [world.start_daemon(one, world.config(one)) for one in (host, other)]
-        while not all(one.ready for one in daemons):
-            await asyncio.sleep(0.01)
-        began = world.loop.now
-        daemons[1].process.speech = future
-        await run_in(daemons[1].process, world.tasks, reach(daemons[1], host), "reach")
-        said.append(world.loop.now - began)
-        for one in daemons:
-            run_in(one.process, one.stop.set)
-            await one.ended
-
-    async def reach(daemon: Any, host: Host) -> None:
-        with pytest.raises(VersionMismatch):
-            await daemon.server.pool.get([host.place], "", Deadline.after(5))
-
-    with world.replaced():
-        world.loop.run_until_complete(meet())
-    world.loop.close()
-    assert said[0] < 1.0
-    assert not world.oracle.violations
-
-
-def test_both_versions_occur_and_meet() -> None:
-    seen = set()
-    for seed in range(6):
-        simulation = Simulation(seed)
-        assert not simulation.run().violations
-        workers = simulation.world.workers
-        seen.add(frozenset("next" if one.process.speech == NEXT else "present" for one in workers))
-    assert frozenset({"present", "next"}) in seen
-    assert PRESENT[0][1] + 1 == NEXT[0][1]
-
-
 def test_what_is_asked_when_all_is_quiet_can_fail() -> None:
     claim = SimpleNamespace(key=("p", 1), incarnation="here")
     posting = SimpleNamespace(kind="offer", key="k", claims={1: claim})
@@ -136,6 +93,8 @@ def test_what_is_asked_when_all_is_quiet_can_fail() -> None:
     world.daemons = {"d": daemon}
     world.settled[("p", 1)] = "w"
     liveness.nobody_else(world)
+    liveness.settled_claims(world)
+    world.settled.clear()
     liveness.settled_claims(world)
     world.loop.close()
     assert [one.kind for one in world.oracle.violations] == ["stale_link", "not_settled"]

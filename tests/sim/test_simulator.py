@@ -22,6 +22,12 @@ MUTATION_SEEDS_MAX = 120  # a deliberate bug is seen within so many seeds
 PLANS = {  # what shows itself in one kind of trouble only
     "quarantine_skipped": Plan(hosts=2, workers=4, flows=60, faults=True, span_s=0.2, kinds=("weather",)),
     "settlement_said_once": Plan(hosts=3, workers=4, flows=30, faults=True, span_s=4.0, kinds=("partition",)),
+    "settlement_forgotten": Plan(
+        hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("partition", "kill_daemon")
+    ),
+    "stale_incarnation": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("kill_daemon",)),
+    "lost_grant_kept": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("reset",)),
+    "grant_denied_too_early": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("reset",)),
 }
 
 

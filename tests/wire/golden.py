@@ -17,6 +17,12 @@ from tests.wire.samples import full
 FOLDER = Path(__file__).parent / "golden"
 MESSAGES_FILE, HANDSHAKES_FILE = FOLDER / "messages.json", FOLDER / "handshakes.json"
 SECRETS = {"without secret": None, "with secret": b"a secret of 24 bytes ..."}
+# What each version says, by the name under which it is recorded. Once recorded, none changes.
+HANDSHAKES = {
+    f"{name}{mark}": (secret, versions)
+    for mark, versions in (("", (1, 1)), (", version 2", (1, 2)))
+    for name, secret in SECRETS.items()
+}
 
 
 class Limits:
@@ -41,19 +47,20 @@ def described(message: Message) -> dict[str, Any]:
     }
 
 
-def ends(secret: bytes | None) -> tuple[Session, Session]:
+def ends(secret: bytes | None, versions: tuple[int, int]) -> tuple[Session, Session]:
     """A dialler and an acceptor with fixed facts and nonces."""
+    common: dict[str, Any] = {"now": 0.0, "secret": secret, "versions": versions}
     me = Facts(node_id="0d" * 16, incarnation="1d" * 16, name="dialler", pid=41, engine_id="2d" * 16)
     you = Facts(node_id="0a" * 16, incarnation="1a" * 16)
     nonces = bytes(range(32)), bytes(range(32, 64))
-    dialler = Session("dialler", me, Limits(), nonce=nonces[0], now=0.0, secret=secret)
-    acceptor = Session("acceptor", you, Limits(), nonce=nonces[1], now=0.0, secret=secret, session_id="5e" * 16)
+    dialler = Session("dialler", me, Limits(), nonce=nonces[0], **common)
+    acceptor = Session("acceptor", you, Limits(), nonce=nonces[1], session_id="5e" * 16, **common)
     return dialler, acceptor
 
 
-def handshake(secret: bytes | None) -> list[dict[str, str]]:
+def handshake(name: str) -> list[dict[str, str]]:
     """What each side sends, in order, until both are established."""
-    dialler, acceptor = ends(secret)
+    dialler, acceptor = ends(*HANDSHAKES[name])
     sent = [{"from": "dialler", "bytes": PREAMBLE.hex()}]
     waiting = [(dialler, message) for message in dialler.start(0.0)]
     while waiting:
@@ -73,8 +80,8 @@ def add_missing() -> None:
         known.setdefault(declared.__name__, entry)
     MESSAGES_FILE.write_text(json.dumps(known, indent=1) + "\n")
     known = load(HANDSHAKES_FILE)
-    for name, secret in SECRETS.items():
-        known.setdefault(name, handshake(secret))
+    for name in HANDSHAKES:
+        known.setdefault(name, handshake(name))
     HANDSHAKES_FILE.write_text(json.dumps(known, indent=1) + "\n")
 
 

@@ -18,10 +18,12 @@ def message_table() -> str:
     for number, message in sorted(MESSAGES.items()):
         name = message.__name__
         wire = f" (`{WIRE_NAMES[name]}`)" if name in WIRE_NAMES else ""
-        lines += [f"**{number} `{name}`**{wire}. {' '.join((message.__doc__ or '').split())}", ""]
+        since = f", since version {message.since}" if message.since > 1 else ""
+        lines += [f"**{number} `{name}`**{wire}{since}. {' '.join((message.__doc__ or '').split())}", ""]
         lines += ["| field | value |", "|--|--|"]
         for field, kind in message.kinds:
-            optional = "; may be absent" if field in message.optional else ""
+            added = message.added.get(field)
+            optional = f"; since version {added}, may be absent" if added else ""
             lines.append(f"| `{field}` | {kind.describe()}{optional} |")
         lines.append("")
     return "\n".join(lines).rstrip()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvxfer.errors import ProtocolError, TooLarge, UsageError
-from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, OPTIONAL, Message, Unknown, decode, encode, numbered
+from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, Message, Since, Unknown, decode, encode, numbered
 from kvxfer.wire.fields import Blob, Flag, Hex, Oversize, Prose, UInt
 from kvxfer.wire.messages import Claim, Error, Hello, Mail, Ping, Posted, Refuse, Settle
 from tests.conftest import slack
@@ -195,7 +195,7 @@ def test_a_later_version_may_add_a_field() -> None:
         @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
         class Newer(Message):
             rid: Annotated[int, UInt()] = 0
-            reason: Annotated[str, Prose(20), OPTIONAL] = "none given"
+            reason: Annotated[str, Prose(20), Since(2)] = "none given"
             firm: Annotated[bool, Flag()]
 
         assert decode(payload(99, {"rid": 5, "firm": True})) == Newer(rid=5, firm=True)

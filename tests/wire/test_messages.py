@@ -27,6 +27,7 @@ NUMBERS = {
     26: m.Settle,
     27: m.PostingEvent,
     28: m.GiveUp,
+    29: m.Confirm,
     30: m.Mail,
     31: m.Listen,
     32: m.Unlisten,

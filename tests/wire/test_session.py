@@ -25,7 +25,7 @@ from kvxfer.errors import (
 )
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import prove
-from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
+from kvxfer.wire.session import VERSIONS, Closed, Deliver, Established, Facts, Session, Step
 from kvxfer.wire.tables import HANDSHAKE, MAY_SEND, TRANSITIONS, State
 from tests.wire import golden
 from tests.wire.samples import full
@@ -103,7 +103,7 @@ def established(role: str = "peer", **options: Any) -> Pair:
 def test_a_handshake(role: str, secret: bytes | None) -> None:
     me = replace(DIALLER, role=role)
     pair = Pair(dialler(me, secret=secret), acceptor(secret=secret)).shake()
-    common = {"version": 1, "features": (), "session": "5e" * 16, "authenticated": bool(secret)}
+    common = {"version": VERSIONS[1], "features": (), "session": "5e" * 16, "authenticated": bool(secret)}
     assert pair.events["acceptor"] == [Established(peer=me, **common)]
     assert pair.events["dialler"] == [Established(peer=ACCEPTOR, **common)]
     assert [type(message) for message in pair.sent["dialler"]] == [m.Hello, m.Proof]
@@ -111,9 +111,9 @@ def test_a_handshake(role: str, secret: bytes | None) -> None:
     assert pair.ends["acceptor"].link_role == pair.ends["dialler"].link_role == role
 
 
-@pytest.mark.parametrize("name", golden.SECRETS)
+@pytest.mark.parametrize("name", golden.HANDSHAKES)
 def test_golden_handshakes(name: str) -> None:
-    assert golden.handshake(golden.SECRETS[name]) == golden.load(golden.HANDSHAKES_FILE)[name]
+    assert golden.handshake(name) == golden.load(golden.HANDSHAKES_FILE)[name]
 
 
 def test_a_node_may_connect_to_itself() -> None:
@@ -328,7 +328,7 @@ def test_a_hello_that_makes_no_sense(name: str) -> None:
 
 
 BAD_WELCOMES: dict[str, tuple[dict[str, Any], type[KvxferError]]] = {
-    "version that was not offered": ({"version": 2}, VersionMismatch),
+    "version that was not offered": ({"version": 3}, VersionMismatch),
     "features that were not offered": ({"features": ("x",)}, ProtocolError),
     "hmac without a secret here": ({"auth": "hmac"}, AuthenticationError),
 }

@@ -37,6 +37,7 @@ class Faults:
         self._frozen: list[Any] = []
         self._twins: list[peers.Twin] = []
         world.loop.on_step = self._look
+        world.calm_since = self._calm_since
         self._next()
         if self.rng.random() < 0.5:
             self._bad_weather()
@@ -66,12 +67,17 @@ class Faults:
         twins = any(not twin.host.retired for twin in self._twins)
         return well and not twins and not (network.partitions or network.silent or network.weather.loss)
 
+    def _calm_since(self) -> float | None:
+        """Since when nothing has kept news from arriving; None: something does."""
+        return self._trouble_at if self._news_travel() else None
+
     def _later(self, low_s: float, high_s: float, call: Callable[..., Any], *args: Any) -> None:
         self.world.loop.call_later(self.rng.uniform(low_s, high_s), call, *args)
 
     def stop(self) -> None:
         """No more of it, and everything is mended now."""
         self._stopped = True
+        self._trouble()
         self.world.network.partitions.clear()
         self.world.network.heal()
         weather = self.world.network.weather

@@ -154,6 +154,7 @@ class Oracle:
         server, name = daemon.server, daemon.process.name
         assert server is not None
         registry: Any = server.registry
+        self.world.grants.look(daemon)
         now = self.world.loop.now + daemon.process.clock_s
         try:
             registry.check()

@@ -55,18 +55,19 @@ def nobody_else(world: World) -> None:
 def settled_claims(world: World) -> None:
     """A worker that said how its claim ended has been heard, however often it had to be said.
 
-    A claim whose grant got lost on its way is another thing: nobody knows of it but its owner, and its lease ends it.
-    So does that of one whose daemon ended before it could pass on what it was told.
+    It says so again to the next daemon when that of before has ended. Only when both have ended nobody can say it any
+    more: then the lease ends the claim.
     """
     alive = {daemon.server.incarnation for daemon in world.daemons.values() if daemon.ready and daemon.server}
+    working = {worker.process.name for worker in world.workers if worker.ready}
     for daemon in world.daemons.values():
         if not daemon.ready or daemon.server is None:
             continue
         book: Any = daemon.server.registry._book
         for posting in book._postings.values():
             for claim in posting.claims.values():
-                if claim.key in world.settled and claim.incarnation in alive:
-                    who = world.settled[claim.key]
+                who = world.settled.get(claim.key, "")
+                if who and (claim.incarnation in alive or who in working):
                     text = f"{daemon.process.name} was not told that {who} is done with {posting.kind} {posting.key}"
                     world.oracle.wrong("not_settled", text)
 

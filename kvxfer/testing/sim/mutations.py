@@ -14,6 +14,7 @@ from kvxfer.dataplane import reach as reach_module
 from kvxfer.dataplane.admission import Admission
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
+from kvxfer.node.confirming import Confirmations
 from kvxfer.node.pool import Pool
 from kvxfer.node.settling import Settlements
 from kvxfer.rendezvous import book as book_module
@@ -25,6 +26,7 @@ from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.wire.session import HANDSHAKE, Session
 from kvxfer.worker.client import Client
 from kvxfer.worker.offer import Landing
+from kvxfer.worker.untold import Untold
 
 Change = tuple[Any, str, Any]  # owner, name, what stands there instead
 
@@ -134,10 +136,12 @@ def _mail_dropped() -> list[Change]:
 def _stale_incarnation() -> list[Change]:
     """A restarted daemon inherits the claims of the one before it."""
 
-    def adopt(book: Any, party: Any) -> None:
-        for claim in list(book._orphans.get(party.node_id, {}).values()):
+    def adopt(book: Any, party: Any) -> Any:
+        back = list(book._orphans.get(party.node_id, {}).values())
+        for claim in back:
             book._forget_orphan(claim)
-            book.hand_over(claim, party)
+        book.hand_over(back, party)
+        return []
 
     return [(Book, "adopt_orphans", adopt)]
 
@@ -226,6 +230,30 @@ def _settlement_said_once() -> list[Change]:
     return [(Settlements, "keep", lambda *_: None)]
 
 
+def _lost_grant_kept() -> list[Change]:
+    """The owner of a claim does not ask whether its grant arrived."""
+    return [(Confirmations, "ask", lambda *_: None)]
+
+
+def _grant_denied_too_early() -> list[Change]:
+    """A node says that it does not know a claim while the grant may still arrive, over the old connection."""
+
+    async def at_once(_: Any, __: str) -> None:
+        pass
+
+    return [(Confirmations, "_end_of", at_once), (Registry, "unknown_to_us", lambda _, __, claims: list(claims))]
+
+
+def _settlement_forgotten() -> list[Change]:
+    """A worker forgets a settlement as soon as it has told its daemon."""
+    return [(Untold, "said", lambda *_: None)]
+
+
+def _older_not_spared() -> list[Change]:
+    """Whatever version was agreed, everything is sent."""
+    return [(Session, "speaks", lambda *_: True)]
+
+
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
     "generation_not_compared": _generation_not_compared,
@@ -245,4 +273,8 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "silence_trusted": _silence_trusted,
     "another_clock": _another_clock,
     "newest_version_taken": _newest_version_taken,
+    "lost_grant_kept": _lost_grant_kept,
+    "grant_denied_too_early": _grant_denied_too_early,
+    "settlement_forgotten": _settlement_forgotten,
+    "older_not_spared": _older_not_spared,
 }

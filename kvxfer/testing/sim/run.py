@@ -21,6 +21,7 @@ from kvxfer.testing.sim.faults import Faults
 from kvxfer.testing.sim.invariants import Violation
 from kvxfer.testing.sim.loop import Process, Stuck, run_in
 from kvxfer.testing.sim.mutations import MUTATIONS
+from kvxfer.testing.sim.versions import Speech
 from kvxfer.testing.sim.work import SLACK_S, TIMEOUT_S, Work
 from kvxfer.testing.sim.world import Daemon, Worker, World
 
@@ -83,12 +84,13 @@ class Simulation:
         plan: Plan | None = None,
         mutation: str = "",
         show: Callable[[str], None] | None = None,
+        speeches: tuple[Speech, ...] = (),
         **options: Any,
     ) -> None:
         self.seed = seed
         self.mutation = mutation
         self.plan = plan or Plan.of(seed)
-        self.world = World(seed, show=show, **options)
+        self.world = World(seed, show=show, speeches=speeches, **options)
         self.work = Work(self.world, trouble=self.plan.faults)
         self.faults: Faults | None = None
         self.configs: dict[str, Config] = {}
@@ -152,6 +154,7 @@ class Simulation:
     async def _quiet(self) -> None:
         await asyncio.sleep(QUIET_S)
         liveness.settled_claims(self.world)
+        self.world.grants.check()
         await asyncio.sleep(max(0.0, self.world.lease_s + SLACK_S - QUIET_S))
         self.world.oracle.settled()
         liveness.nobody_else(self.world)

@@ -36,10 +36,11 @@ from kvxfer.node.server import Server
 from kvxfer.tasks import TaskOwner
 from kvxfer.testing.sim.data import FLOW, Rows
 from kvxfer.testing.sim.engine import SimEngine
+from kvxfer.testing.sim.grants import Grants
 from kvxfer.testing.sim.invariants import Oracle
 from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
-from kvxfer.testing.sim.versions import Versions
+from kvxfer.testing.sim.versions import Speech, Versions
 from kvxfer.wire.messages import Settle
 from kvxfer.worker import life as life_module
 from kvxfer.worker.client import Client
@@ -161,7 +162,14 @@ class Worker:
 class World:
     """Everything of one seed. Use it inside `replaced`."""
 
-    def __init__(self, seed: int, *, show: Callable[[str], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        show: Callable[[str], None] | None = None,
+        speeches: tuple[Speech, ...] = (),
+        **options: Any,
+    ) -> None:
         self.seed = seed
         self.rng = Random(f"world {seed}")
         self.loop = SimLoop()
@@ -177,10 +185,12 @@ class World:
         self.workers: list[Worker] = []
         self.options = options
         self.settled: dict[tuple[str, int], str] = {}  # claims that a worker said are over, and which one
-        self.versions = Versions(self)
+        self.versions = Versions(self, speeches)
+        self.grants = Grants(self)
         self.lease_s = Random(f"lease {seed}").choice(LEASES_S)
         self._clocks = Random(f"clocks {seed}")
         self.full_rate = 0.0
+        self.calm_since: Callable[[], float | None] = lambda: 0.0
         self.equip: Callable[[Worker, Client], Any] = _nothing
         self.secrets = Random(f"secrets {seed}")
         self._ports = itertools.count(20000)
@@ -311,6 +321,7 @@ class World:
             for owner, name, value in (
                 *replacements(self),
                 *self.versions.replacements(),
+                *self.grants.replacements(),
                 (DataPlane, "_submit", _for_its_flow(DataPlane._submit)),
                 (Transfer, "_decide", self._watched(Transfer._decide)),
                 (Control, "_send", self._heard(Control._send)),

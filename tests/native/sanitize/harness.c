@@ -8,6 +8,9 @@
 #include <string.h>
 #include <time.h>
 
+#define PLACE_BLOCK      4096
+#define PLACE_BLOCKS_MAX 1024
+
 uint64_t harness_seed = 1;
 
 void harness_fail(const char *file, int line, const char *format, ...) {
@@ -298,8 +301,22 @@ void place_register(side *s, place *p, uint64_t length) {
     CHECK_STATUS(KVX_OK, kvx_mem_register(s->engine, &args, &p->region, NULL));
 }
 
+/* All of the place, every other time block by block. */
 void place_grant(side *s, place *p, uint32_t access) {
-    CHECK_STATUS(KVX_OK, kvx_grant_create(s->engine, p->region.id, 0, p->region.length, access, &p->grant));
+    static uint32_t granted;
+    uint64_t length = p->region.length, blocks[PLACE_BLOCKS_MAX];
+    if (granted++ % 2 == 0 || length % PLACE_BLOCK != 0 || length / PLACE_BLOCK > PLACE_BLOCKS_MAX) {
+        CHECK_STATUS(KVX_OK, kvx_grant_create(s->engine, p->region.id, 0, length, access, &p->grant));
+        return;
+    }
+    uint32_t count = (uint32_t)(length / PLACE_BLOCK);
+    for (uint32_t i = 0; i < count; i++) {
+        blocks[i] = i;
+    }
+    kvx_part parts[2] = {{.stride = PLACE_BLOCK, .length = 100},
+                         {.base = 100, .stride = PLACE_BLOCK, .length = PLACE_BLOCK - 100}};
+    CHECK_STATUS(KVX_OK, kvx_grant_create_blocks(s->engine, p->region.id, 0, length, access, parts, 2, blocks, count,
+                                                 &p->grant));
 }
 
 uint8_t *place_bytes(const place *p) {

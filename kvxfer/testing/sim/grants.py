@@ -1,0 +1,108 @@
+"""What the two sides of a claim believe: whoever is said not to know a grant never uses it, and none is left alone.
+
+The idea: no process sees both sides, the simulator does. A claim that its owner ends because the other node does not
+know it must not be known there, then or later; and when all is quiet every claim is known to the daemon that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.routes import Routes
+from kvxfer.testing.sim.loop import current
+from kvxfer.wire.messages import Confirm
+
+if TYPE_CHECKING:
+    from kvxfer.rendezvous.postings import Claim
+    from kvxfer.testing.sim.world import Daemon, World
+
+SOON_S = 3.0  # an old connection is given `dead_s`, a daemon's address book up to two seconds
+
+
+class Grants:
+    """Watches the claims between the daemons of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.revoked: dict[tuple[str, int], str] = {}  # by which daemon
+        self._since: dict[tuple[str, int], tuple[Daemon, float]] = {}  # seen without a claimant
+
+    def replacements(self) -> tuple[tuple[Any, str, Any], ...]:
+        """(owner, name, what stands there) for `World.replaced`."""
+        end, add = Book.never_arrived, Routes.add
+
+        def never_arrived(book: Any, now: float, key: tuple[str, int], session: str) -> Any:
+            before = book.claims
+            actions = end(book, now, key, session)
+            if book.claims < before:
+                self._revoked(key)
+            return actions
+
+        def added(routes: Any, party: Any, node_id: str, key: tuple[str, int]) -> Any:
+            if key in self.revoked:
+                text = f"{current().name} uses claim {key[1]} of {key[0][:8]}, which {self.revoked[key]} has ended"
+                self._world.oracle.wrong("revoked_grant", text)
+            return add(routes, party, node_id, key)
+
+        return ((Book, "never_arrived", never_arrived), (Routes, "add", added))
+
+    def _revoked(self, key: tuple[str, int]) -> None:
+        self.revoked[key] = current().name
+        self._world.trace.note(f"claim {key[1]} of {key[0][:8]} never arrived")
+        for daemon in self._daemons():
+            routes: Any = daemon.server.registry._routes  # type: ignore[union-attr]
+            if routes.get(key) is not None:
+                text = f"{current().name} ended claim {key[1]} of {key[0][:8]}, which {daemon.process.name} knows"
+                self._world.oracle.wrong("revoked_grant", text)
+
+    def _daemons(self) -> list[Daemon]:
+        return [daemon for daemon in self._world.daemons.values() if daemon.ready and daemon.server is not None]
+
+    def look(self, owner: Daemon) -> None:
+        """Claims that only their owner believes in are ended soon after news can travel again."""
+        calm, now = self._world.calm_since(), self._world.loop.now
+        if calm is None:
+            self._since.clear()
+            return
+        alone = self._alone(owner) if any(self._claims(owner)) else {}
+        for key in [key for key, (who, _) in self._since.items() if who is owner and key not in alone]:
+            del self._since[key]
+        for key, why in alone.items():
+            _, since = self._since.setdefault(key, (owner, now))
+            if now - max(since, calm) > SOON_S:
+                self._since[key] = (owner, now + 1e9)  # once
+                self._world.oracle.wrong("lost_claim", f"{why}, for {now - since:.1f} s")
+
+    def check(self) -> None:
+        """All is quiet: there are none."""
+        for owner in self._daemons():
+            for why in self._alone(owner).values():
+                self._world.oracle.wrong("lost_claim", f"{why}, when all is quiet")
+
+    @staticmethod
+    def _claims(owner: Daemon) -> Iterator[Claim]:
+        book: Any = owner.server.registry._book  # type: ignore[union-attr]
+        return (claim for posting in book._postings.values() for claim in posting.claims.values() if claim.node_id)
+
+    def _alone(self, owner: Daemon) -> dict[tuple[str, int], str]:
+        """Claims that their claimant does not know any more, or never knew, and why they should not be there."""
+        found = {}
+        daemons = {daemon.server.incarnation: daemon for daemon in self._daemons() if daemon.server}
+        working = {worker.process.name for worker in self._world.workers if worker.ready}
+        for claim in self._claims(owner):
+            text = f"{owner.process.name} keeps claim {claim.number} of {claim.posting.kind} {claim.posting.key}"
+            claimant, who = daemons.get(claim.incarnation), self._world.settled.get(claim.key, "")
+            if who in working:
+                found[claim.key] = f"{text}, although {who} has settled it"
+            elif claimant is not None and claimant.server is not None and self._can_ask(owner, claimant):
+                routes: Any = claimant.server.registry._routes
+                if routes.get(claim.key) is None and claim.key not in claimant.server.forwarder.settling():
+                    found[claim.key] = f"{text}, which {claimant.process.name} does not know"
+        return found
+
+    @staticmethod
+    def _can_ask(one: Daemon, other: Daemon) -> bool:
+        """A version that cannot be asked leaves it to the leases."""
+        return all(daemon.process.speech.versions[1] >= Confirm.since for daemon in (one, other))

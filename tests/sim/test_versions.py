@@ -1,0 +1,159 @@
+"""Clusters of two versions: the one before ours and the next one, and what they do not say to each other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer.deadline import Deadline
+from kvxfer.errors import VersionMismatch
+from kvxfer.testing.sim.grants import SOON_S
+from kvxfer.testing.sim.loop import run_in
+from kvxfer.testing.sim.network import Host
+from kvxfer.testing.sim.run import Plan, Simulation
+from kvxfer.testing.sim.versions import LATER, NEXT, OLDER, PRESENT, Speech, older
+from kvxfer.testing.sim.world import World
+from kvxfer.wire.session import VERSIONS
+
+pytestmark = pytest.mark.once
+QUIET = Plan(hosts=3, workers=6, flows=40, faults=False, span_s=0.5)
+TROUBLE = Plan(hosts=3, workers=6, flows=40, faults=True, span_s=2.0)
+
+
+def kinds_of(seed: int) -> tuple[Speech, ...]:
+    world = World(seed)
+    world.loop.close()
+    return world.versions.kinds
+
+
+def names(speech: Speech) -> str:
+    return f"{speech.name}-{'+'.join(sorted(speech.lacks))}" if speech.lacks else speech.name
+
+
+@pytest.mark.parametrize("other", [*OLDER, NEXT], ids=names)
+@pytest.mark.parametrize("plan", [QUIET, TROUBLE], ids=["quiet", "trouble"])
+def test_two_versions_in_one_cluster(other: Speech, plan: Plan) -> None:
+    """Without faults all is done; with them nothing waits for ever, and no promise is broken."""
+    met: set[frozenset[str]] = set()
+    for seed in range(2):
+        simulation = Simulation(seed, plan=plan, speeches=(PRESENT, other))
+        result = simulation.run()
+        assert not result.violations, (seed, [str(one) for one in result.violations])
+        met |= simulation.world.versions.met
+        if plan is QUIET:
+            assert result.outcomes == {"done": result.parts}
+    assert frozenset({"present", other.name}) in met
+
+
+def test_an_older_one_and_the_next_one_have_nothing_in_common_to_rely_on() -> None:
+    """They are two versions apart, and may meet all the same as long as the oldest one is still spoken."""
+    simulation = Simulation(5, plan=TROUBLE, speeches=(older(), PRESENT, NEXT))
+    assert not simulation.run().violations
+    assert frozenset({"older", "next"}) in simulation.world.versions.met
+
+
+def test_each_kind_occurs_in_the_seeds() -> None:
+    seen = {kind.name for seed in range(40) for kind in kinds_of(seed)}
+    assert seen == {"present", "next", "older"}
+    assert {names(kind) for kind in OLDER} == {f"older-{name}" for name in (*LATER, "+".join(LATER))}
+    assert older().versions == (VERSIONS[0], PRESENT.versions[1] - 1)
+    assert NEXT.versions[1] == PRESENT.versions[1] + 1
+
+
+def test_what_an_older_one_cannot_read_is_seen() -> None:
+    for seed in range(6):
+        result = Simulation(seed, plan=TROUBLE, speeches=(PRESENT, older()), mutation="older_not_spared").run()
+        if any(one.kind == "unknown_sent" for one in result.violations):
+            return
+    raise AssertionError("what an older process is sent is not looked at")
+
+
+def test_a_version_that_nobody_else_speaks_is_refused_at_once() -> None:
+    future = replace(PRESENT, versions=(9, 9))
+    world = World(5)
+    said: list[Any] = []
+
+    async def meet() -> None:
+        host, other = world.add_host(), world.add_host()
+        daemons = [world.start_daemon(one, world.config(one)) for one in (host, other)]
+        while not all(one.ready for one in daemons):
+            await asyncio.sleep(0.01)
+        began = world.loop.now
+        daemons[1].process.speech = future
+        await run_in(daemons[1].process, world.tasks, reach(daemons[1], host), "reach")
+        said.append(world.loop.now - began)
+        for one in daemons:
+            run_in(one.process, one.stop.set)
+            await one.ended
+
+    async def reach(daemon: Any, host: Host) -> None:
+        with pytest.raises(VersionMismatch):
+            await daemon.server.pool.get([host.place], "", Deadline.after(5))
+
+    with world.replaced():
+        world.loop.run_until_complete(meet())
+    world.loop.close()
+    assert said[0] < 1.0
+    assert not world.oracle.violations
+
+
+def claims_of(world: World, routes: dict[Any, Any], settling: set[Any]) -> Any:
+    """An owner with one claim, and the daemon that made it, as far as `Grants` looks at them."""
+    key = ("p" * 32, 1)
+    claim: Any = SimpleNamespace(node_id="n", incarnation="far", number=1, key=key)
+    claim.posting = SimpleNamespace(kind="offer", key="r", claims={1: claim})
+    book = SimpleNamespace(_postings={"p": claim.posting})
+
+    def daemon(name: str, **parts: Any) -> Any:
+        forwarder = SimpleNamespace(settling=lambda: settling)
+        server = SimpleNamespace(incarnation=name, forwarder=forwarder, **parts)
+        return SimpleNamespace(ready=True, server=server, process=SimpleNamespace(name=name, speech=PRESENT))
+
+    owner = daemon("near", registry=SimpleNamespace(_book=book, _routes={}))
+    claimant = daemon("far", registry=SimpleNamespace(_book=SimpleNamespace(_postings={}), _routes=routes))
+    world.daemons = {"near": owner, "far": claimant}
+    return owner
+
+
+def found(world: World) -> list[str]:
+    world.loop.close()
+    return [one.kind for one in world.oracle.violations]
+
+
+def test_a_claim_that_nobody_knows_is_seen_in_time() -> None:
+    world = World(1)
+    owner = claims_of(world, {}, set())
+    world.grants.look(owner)
+    world.loop._now += SOON_S - 0.1
+    world.grants.look(owner)
+    assert not world.oracle.violations
+    world.loop._now += 0.2
+    world.grants.look(owner)
+    world.grants.look(owner)
+    assert found(world) == ["lost_claim"]
+
+
+def test_trouble_gives_it_more_time() -> None:
+    world = World(1)
+    owner = claims_of(world, {}, set())
+    world.grants.look(owner)
+    world.loop._now += SOON_S - 0.1
+    world.calm_since = lambda: world.loop.now
+    world.grants.look(owner)
+    world.loop._now += SOON_S - 0.1
+    world.grants.look(owner)
+    world.calm_since = lambda: None
+    world.grants.look(owner)
+    assert found(world) == []
+
+
+@pytest.mark.parametrize("routes", [{("p" * 32, 1): "known"}, {}])
+def test_a_claim_that_is_known_or_on_its_way_out_is_none(routes: dict[Any, Any]) -> None:
+    world = World(1)
+    claims_of(world, routes, set() if routes else {("p" * 32, 1)})
+    world.grants.check()
+    assert found(world) == []
