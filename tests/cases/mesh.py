@@ -11,12 +11,15 @@ import kvxfer
 from kvxfer.errors import KvxferError
 from kvxfer.worker.client import Client
 from tests.cases.facts import pattern
+from tests.cases.scale import scaled_s
+from tests.conftest import slack
 
 SLOT = 4096
 
 
 async def main(number: int, count: int) -> None:
-    async with kvxfer.local(transports=("tcp",), tcp_threads=1, copy_threads=1, tcp_streams=1) as client:
+    options = {"tcp_threads": 1, "copy_threads": 1, "tcp_streams": 1, "handshake_s": scaled_s(2.0 * slack(), 5.0)}
+    async with kvxfer.local(transports=("tcp",), **options) as client:
         table, source = await client.alloc(SLOT * count), await client.alloc(SLOT)
         source.array[:] = bytearray(pattern(61, number, SLOT))
         async with await client.share(table, "table"):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 FULL = os.environ.get("KVXFER_TEST_FULL", "") == "1"
-full = pytest.mark.skipif(not FULL, reason="a long version: make cases-full")
 
 
 def scaled(quick: int, whole: int) -> int:

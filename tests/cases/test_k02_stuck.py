@@ -10,6 +10,7 @@ import pytest
 from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
+from tests.cases.scale import scaled_s
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 BLOCKS = list(range(16))
@@ -260,7 +261,8 @@ async def test_c14_a_frozen_peer(behind_proxies: Cluster, transport: str) -> Non
         assert ended["error"] in ("stalled", "peer_lost"), ended
         assert ended["at"] - began <= limit(2.5 + 1)
         assert (await b.do("counters"))["stalled"] == 0
-        await b.do("watch", name="c", every_s=0.2, for_s=2)
+        watched_s = scaled_s(1, 2)
+        await b.do("watch", name="c", every_s=watched_s / 10, for_s=watched_s)
     finally:
         a.thaw()
     assert (await b.do("unchanged", name="c"))["changed"] == 0

@@ -23,12 +23,12 @@ from tests import source_rules
 from tests.adversity.attacker import Target, connect, hello, intrude, shout, target
 from tests.cases.facts import limit
 from tests.cases.harness import ROOT
+from tests.cases.scale import FULL
 from tests.native.conformance import MIB, READ, WRITE
 from tests.native.kvxd import Refused, Type
 from tests.native.tcp_owner import LENGTH, attached, greeted, owner
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(120)]
-FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 
 
 @pytest.mark.parametrize("kind", [Type.PUT, Type.GET])

@@ -26,10 +26,10 @@ from kvxfer.testing.processes import python_process
 from kvxfer.wire.messages import Echo
 from tests.cases.facts import limit
 from tests.cases.harness import Cluster, cluster
+from tests.cases.scale import FULL
 from tests.nodes import fast, node
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
-FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 
 
 async def test_c52_addresses_are_read_and_written_the_same() -> None:

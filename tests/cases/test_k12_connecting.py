@@ -23,9 +23,9 @@ from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from kvxfer.testing.processes import daemon, python_process
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, ROOT
+from tests.cases.scale import FULL
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
-FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 
 
 @pytest.mark.parametrize("dead", [pytest.param(False, marks=pytest.mark.full), True])

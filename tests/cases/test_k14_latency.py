@@ -174,7 +174,7 @@ async def test_c70_a_frozen_peer_holds_up_nobody_else(tmp_path: Path) -> None:
             await side.do("alloc", name="m", length=4 * KIB)
         described = (await other.do("describe", name="m"))["descriptor"]
         await a.do("mail", to=frozen.node, count=1, size=10)
-        flood_messages = scaled(1500, 10_000)
+        flood_messages = scaled(800, 10_000)
 
         async def paced_beside_a_flood(name: str, to: Side) -> float:
             """The same flood both times: what differs is whether its receiver lives."""

@@ -15,10 +15,10 @@ from kvxfer.testing.processes import daemon, python_process
 from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit
 from tests.cases.harness import BOTH, Cluster, until
+from tests.cases.scale import FULL
 from tests.memory import test_allocation
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
-FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 MIB = 1 << 20
 
 

@@ -18,11 +18,11 @@ from kvxfer.native.status import Status, error_for
 from kvxfer.testing.processes import python_process
 from tests.cases.facts import limit, within
 from tests.cases.harness import ROOT, Cluster, metric, slow
+from tests.cases.scale import FULL
 from tests.native.hixl_process import MIB, Near, control, other
 from tests.native.simulated import simulated
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
-FULL = bool(os.environ.get("KVXFER_TEST_FULL"))
 PUT = OpKind.PUT
 DOCUMENTED = (103900, 103901, 103902, 103905, 203900, 503900)
 UNKNOWN = (99, 999999, 507899)
