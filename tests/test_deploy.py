@@ -60,10 +60,13 @@ def test_example_configuration_loads_as_it_is_and_with_every_line_active(tmp_pat
 # -- systemd ----------------------------------------------------------------------------------------------------------
 
 
-def unit() -> dict[str, dict[str, list[str]]]:
+ON_CARDS = "kvxfer.service.d/ascend.conf"
+
+
+def unit(name: str = "kvxfer.service") -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     section: dict[str, list[str]] = {}
-    for line in (DEPLOY / "systemd" / "kvxfer.service").read_text(encoding="utf-8").splitlines():
+    for line in (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines():
         if match := re.fullmatch(r"\[(\w+)\]", line):
             section = found.setdefault(match[1], {})
         elif line and not line.startswith("#"):
@@ -74,7 +77,11 @@ def unit() -> dict[str, dict[str, list[str]]]:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drop_in", [None, ON_CARDS])
+def test_systemd_accepts_the_unit(drop_in: str | None, tmp_path: Path) -> None:
+    if drop_in is not None:
+        (tmp_path / drop_in).parent.mkdir()
+        shutil.copy(DEPLOY / "systemd" / drop_in, tmp_path / drop_in)
     text = (DEPLOY / "systemd" / "kvxfer.service").read_text(encoding="utf-8")
     path = tmp_path / "kvxfer.service"  # with a program that exists here
     path.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE), encoding="utf-8")
@@ -82,6 +89,15 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert run.returncode == 0
     about_us = [line for line in run.stderr.splitlines() if "kvxfer" in line]
     assert about_us == []
+
+
+def test_the_drop_in_for_cards_starts_the_same_and_lets_them_in() -> None:
+    service, [start] = unit(ON_CARDS)["Service"], unit()["Service"]["ExecStart"]
+    cleared, with_toolkit = service["ExecStart"]
+    assert cleared == ""
+    assert with_toolkit.endswith(f"set_env.sh && exec {start}'")
+    assert (unit()["Service"]["PrivateDevices"], service["PrivateDevices"]) == (["yes"], ["no"])
+    assert f"ASCEND_PROCESS_LOG_PATH=/var/log/{service['LogsDirectory'][0]}" in service["Environment"]
 
 
 def test_unit_agrees_with_the_program() -> None:

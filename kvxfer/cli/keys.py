@@ -27,19 +27,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files; one line for each, without what is in it."""
-    roots = read_secret_file(args.root)
+    roots = read_secret_file(args.root, "--root")
     if len(roots) > GENERATIONS_MAX:
         raise UsageError("too many roots", field="root", value=len(roots), limit=GENERATIONS_MAX)
+    astray = next((name for name in args.nodes if "/" in name), None)
+    if astray is not None:
+        raise UsageError("a node's name is also that of its file", field="nodes", value=astray, hint="no / in it")
     everybody = [node_named(name) for name in (*args.nodes, *args.others)]
     if len(set(everybody)) < len(everybody):
         raise UsageError("a node is named twice", field="nodes")
     if len(everybody) > PEERS_MAX:
         raise UsageError("too many nodes for one file", field="nodes", value=len(everybody), limit=PEERS_MAX)
-    args.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, node_id in zip(args.nodes, everybody, strict=False):
-        path = args.directory / f"{name}.keys"
-        write(path, NodeKeys.derive(roots, node_id, everybody).render())
-        print(f"{path}: node {node_id}", file=sys.stdout)
+    try:
+        args.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, node_id in zip(args.nodes, everybody, strict=False):
+            path = args.directory / f"{name}.keys"
+            write(path, NodeKeys.derive(roots, node_id, everybody).render())
+            print(f"{path}: node {node_id}", file=sys.stdout)
+    except OSError as failure:
+        why = f"{args.directory} cannot be written to: {failure.strerror}"
+        raise UsageError(why, field="directory", hint="name a directory of yours") from failure
     return 0
 
 

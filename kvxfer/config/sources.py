@@ -114,19 +114,19 @@ def read_regular_file(key: str, path: str, bytes_max: int, *, private: bool) -> 
         os.close(opened)
 
 
-def read_secret_file(path: str) -> tuple[bytes, ...]:
-    """The secrets in the file, one a line. Raises `ConfigError`, also when others may read it."""
-    content = read_regular_file("secret_file", path, SECRETS_MAX * (SECRET_BYTES_MAX + 2) + 1, private=True)
+def read_secret_file(path: str, key: str = "secret_file") -> tuple[bytes, ...]:
+    """The secrets in the file that ``key`` names, one a line. Raises `ConfigError`, also when others may read it."""
+    content = read_regular_file(key, path, SECRETS_MAX * (SECRET_BYTES_MAX + 2) + 1, private=True)
     lines = [line.rstrip(b"\r") for line in content.split(b"\n")]
     secrets = tuple(dict.fromkeys(line for line in lines if line))
     if not secrets:
-        raise _wrong_file("secret_file", path, f"holds 0 bytes; accepted: {_SECRET_BYTES}")
+        raise _wrong_file(key, path, f"holds 0 bytes; accepted: {_SECRET_BYTES}")
     if len(secrets) > SECRETS_MAX:
-        raise _wrong_file("secret_file", path, f"holds more than {SECRETS_MAX} lines, each of them a secret")
+        raise _wrong_file(key, path, f"holds more than {SECRETS_MAX} lines, each of them a secret")
     for number, secret in enumerate(secrets, 1):
         if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
             where = f"secret {number} holds" if len(secrets) > 1 else "holds"
-            raise _wrong_file("secret_file", path, f"{where} {len(secret)} bytes; accepted: {_SECRET_BYTES} in a line")
+            raise _wrong_file(key, path, f"{where} {len(secret)} bytes; accepted: {_SECRET_BYTES} in a line")
     return secrets
 
 

@@ -71,6 +71,8 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     if isinstance(fields.get("address"), int) and status != Status.ALIGN:
         fields["address"] = hex(int(fields["address"] or 0))
     hint = _HINTS.get(Status(status)) if status in _HINTS and fields.get("device") is not None else None
+    if hint and "`kvxfer doctor`" in text:
+        hint = None  # it says so itself
     if status == Status.ALIGN and why.required:
         fields["required"], fields["got"] = why.required, int(fields["address"] or 0) & -int(fields["address"] or 1)
         fields["address"] = hex(int(fields["address"] or 0))

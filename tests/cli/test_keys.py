@@ -42,6 +42,29 @@ def test_a_node_is_named_once(tmp_path: Path, wrong: tuple[str, ...], capsys: py
     assert "twice" in capsys.readouterr().err
 
 
+def test_a_root_that_cannot_be_read_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "--root", str(tmp_path / "nowhere"), "--directory", str(tmp_path), "a"]) == 2
+    said = capsys.readouterr().err
+    assert "bad value for --root: cannot be read: No such file or directory" in said
+    assert "secret_file" not in said
+    (tmp_path / "root").touch(mode=0o600)
+    assert main(["keys", "--root", str(tmp_path / "root"), "--directory", str(tmp_path), "a"]) == 2
+    assert "bad value for --root: holds 0 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/a", "a/b"])
+def test_no_file_is_written_elsewhere(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys(tmp_path, name) == 2
+    assert "no / in it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("a file")
+    assert keys(tmp_path, "a") == 2
+    assert f"{tmp_path / 'out'} cannot be written to: File exists" in capsys.readouterr().err
+
+
 @pytest.mark.asyncio
 async def test_nodes_meet_with_their_keys_and_nobody_passes_for_another(tmp_path: Path) -> None:
     assert keys(tmp_path, "a", "b") == 0
