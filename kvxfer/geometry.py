@@ -26,6 +26,7 @@ HEAD_SIZE_MAX = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 20
 BLOCK_ID_MAX = (1 << 32) - 1
 TABLE_BLOCKS_MAX = 1 << 20
+BREAKS_MAX = 2048  # a table whose step changes more often than this goes as bytes
 TOKENS_MAX = 1 << 40
 REGIONS_MAX = 4096
 BYTES_MAX = 1 << 62
@@ -393,11 +394,19 @@ class BlockTable:
         """A dict of numbers and lists: survives JSON and msgpack. Blocks become runs [start, step, count]."""
         return {"runs": _runs(self.blocks), "tokens": self.tokens, "first_token": self.first_token}
 
+    def to_wire(self) -> dict[str, Any]:
+        """`to_dict` for msgpack: many blocks without any order become bytes, 4 for each, written in no time."""
+        if np.count_nonzero(np.diff(self.blocks, 2)) <= BREAKS_MAX:
+            return self.to_dict()
+        return {"ids": self.blocks.astype("<u4").tobytes(), "tokens": self.tokens, "first_token": self.first_token}
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> BlockTable:
         """Rebuild a table; anything malformed is a `UsageError` that names the field, too many blocks is `TooLarge`."""
-        found = _take(raw, "block table", ("runs", "tokens", "first_token"))
-        return cls(blocks=_from_runs(found["runs"]), tokens=found["tokens"], first_token=found["first_token"])
+        how = "ids" if isinstance(raw, Mapping) and "ids" in raw else "runs"
+        found = _take(raw, "block table", (how, "tokens", "first_token"))
+        blocks = _from_ids(found["ids"]) if how == "ids" else _from_runs(found["runs"])
+        return cls(blocks=blocks, tokens=found["tokens"], first_token=found["first_token"])
 
 
 def _as_block_ids(given: object) -> npt.NDArray[np.int64]:
@@ -431,6 +440,12 @@ def _runs(blocks: npt.NDArray[np.int64]) -> list[list[int]]:
     if start < len(ids):
         runs.append([ids[start], 1, 1])
     return runs
+
+
+def _from_ids(ids: object) -> npt.NDArray[np.int64]:
+    _require(isinstance(ids, bytes) and len(ids) % 4 == 0, "ids", "bytes, 4 for each block", type(ids))
+    assert isinstance(ids, bytes)
+    return np.frombuffer(ids, "<u4").astype(np.int64)
 
 
 def _from_runs(runs: object) -> npt.NDArray[np.int64]:

@@ -21,7 +21,7 @@ from kvxfer.errors import ConfigError
 # Limits of the protocol itself: the same on every node.
 KEY_CHARS_MAX = 256
 CHANNEL_CHARS_MAX = 256
-POSTING_BODY_BYTES_MAX = 1 << 20
+POSTING_BODY_BYTES_MAX = 6 << 20  # 4 for the longest block table in any order, 2 for the layout and the descriptors
 ECHO_BYTES_MAX = 64 << 10
 NAMESPACE_CHARS_MAX = 64
 DEFAULT_NAMESPACE = "default"
@@ -301,9 +301,9 @@ class Config:
     link_queues_bytes_max: int = _size(
         256 * MIB, 1 * MIB, 1 << 40, "Bytes that wait to be sent on all control connections of the daemon together."
     )
-    frame_control_bytes_max: int = _size(4 * MIB, 2 * MIB, 64 * MIB, "Largest frame of the control plane.")
+    frame_control_bytes_max: int = _size(8 * MIB, 7 * MIB, 64 * MIB, "Largest frame of the control plane.")
     postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
-    posting_bytes_max: int = _size(1 * GIB, 1 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
+    posting_bytes_max: int = _size(1 * GIB, 6 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
     claims_max: int = _int(65536, 1, 1 << 22, "Live claims on this node's postings.")
     waiting_max: int = _int(4096, 1, 1 << 20, "Claims that wait for a posting to appear.")
     expired_memory_max: int = _int(16384, 0, 1 << 22, "Ended postings that are remembered, to say `lease_expired`.")

@@ -49,17 +49,21 @@ class Posting:
     check: bool
 
     def pack(self) -> bytes:
-        """msgpack bytes for the control plane."""
+        """msgpack bytes for the control plane. A table of any legal size and order fits a posting's body."""
         packed: bytes = msgpack.packb(
             {
                 "v": POSTING_VERSION,
                 "layout": self.layout.to_dict(),
-                "table": self.table.to_dict(),
+                "table": self.table.to_wire(),
                 "descriptors": [descriptor.to_dict() for descriptor in self.descriptors],
                 "check": self.check,
             }
         )
         return packed
+
+    async def send(self) -> bytes:
+        """`pack` that never holds the loop for long."""
+        return await off_loop(len(self.table.blocks) > BLOCKS_INLINE_MAX, self.pack)
 
     @classmethod
     def unpack(cls, body: bytes) -> Posting:

@@ -100,7 +100,7 @@ class Landing:
                 self._grants.append((region, descriptor.grant))
                 plane.memory.watch(descriptor.grant, self._on_data)
             plane.stalls.begin(self, self._progress)
-            body = Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).pack()
+            body = await Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).send()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
             self._posting = await self._client.control.post(
                 "offer", self.request_id, body, lease_s=self._lease_s, claims_max=1, on_event=self._on_posting

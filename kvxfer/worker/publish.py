@@ -135,7 +135,7 @@ class Publication:
             self._posting = await self._client.control.post(
                 "ticket",
                 self.request_id,
-                posting.pack(),
+                await posting.send(),
                 lease_s=self._lease_s,
                 claims_max=self._consumers,
                 on_event=self._on_posting,

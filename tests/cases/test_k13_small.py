@@ -123,11 +123,31 @@ async def test_c64_16384_entries_are_read_quickly_and_off_the_loop() -> None:
         assert beat.longest_s <= limit(0.050)
 
 
-def test_c64_the_longest_body_fits_a_frame_or_is_refused() -> None:
-    """Nothing has to be cut: what is longer than a body may be is refused as such."""
-    config = Config()
-    assert config.frame_control_bytes_max >= POSTING_BODY_BYTES_MAX + FRAME_OVERHEAD_BYTES
-    assert TABLE_BLOCKS_MAX >= 16384 * 4
+async def test_c64_the_longest_table_in_any_order_crosses() -> None:
+    """Nothing has to be cut: a frame has room for the longest message, and a body for any table that there can be."""
+    assert Config().frame_control_bytes_max >= POSTING_BODY_BYTES_MAX + FRAME_OVERHEAD_BYTES
+    geometry = small_geometry(layers=1, kv_parts=1, kv_heads=1, kv_heads_total=1, head_size=1, block_tokens=1)
+    order = np.random.default_rng(64).permutation(TABLE_BLOCKS_MAX)
+    async with two_nodes(["shm"]) as (a, b):
+        source, target = await make_cache(b, geometry, TABLE_BLOCKS_MAX), await make_cache(a, geometry, 4)
+        source.regions[0].array.view(np.float32)[:] = np.arange(TABLE_BLOCKS_MAX)
+        async with b.publish("r", source, BlockTable.of(order, tokens=TABLE_BLOCKS_MAX)) as ticket:
+            last = BlockTable.of(range(4), tokens=4, first_token=TABLE_BLOCKS_MAX - 4)
+            await a.pull(ticket.to_dict(), target, last, timeout=limit(30))
+        assert target.regions[0].array.view(np.float32).tolist() == order[-4:].tolist(), "in the order of the table"
+
+
+def test_c64_the_longest_posting_fits_a_body() -> None:
+    """The table leaves two MiB of it for the layout and the descriptors."""
+    order = np.random.default_rng(64).permutation(TABLE_BLOCKS_MAX)
+    wire = msgpack.packb(BlockTable.of(order, tokens=TABLE_BLOCKS_MAX).to_wire())
+    assert len(wire) <= 4 * TABLE_BLOCKS_MAX + 64 <= POSTING_BODY_BYTES_MAX - 2 * MIB + 64
+    assert np.array_equal(BlockTable.from_dict(msgpack.unpackb(wire)).blocks, order)
+    for broken in (b"123", "1234", [1]):
+        with pytest.raises(kvxfer.errors.UsageError, match="ids"):
+            BlockTable.from_dict({"ids": broken, "tokens": 0, "first_token": 0})
+    with pytest.raises(kvxfer.errors.TooLarge):
+        BlockTable.from_dict({"ids": bytes(4 * TABLE_BLOCKS_MAX + 4), "tokens": 0, "first_token": 0})
 
 
 # -- C65 --------------------------------------------------------------------------------------------------------

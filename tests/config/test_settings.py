@@ -292,7 +292,7 @@ def test_nearest() -> None:
         ({"lease_s": 7200}, ("lease_s (7200)", "lease_s_max (3600)")),
         ({"reconnect_min_s": 6}, ("reconnect_min_s", "reconnect_max_s")),
         ({"window_bytes_max": "2GiB"}, ("window_bytes_max (2GiB)", "inflight_bytes_max (1GiB)")),
-        ({"mail_bytes_max": "5MiB", "mailbox_bytes_max": "8MiB"}, ("frame_control_bytes_max", "mail_bytes_max")),
+        ({"mail_bytes_max": "9MiB", "mailbox_bytes_max": "12MiB"}, ("frame_control_bytes_max", "mail_bytes_max")),
         ({"landing_prewarm_bytes": "1GiB"}, ("landing_prewarm_bytes", "landing_bytes_max")),
         ({"handshakes_max": 65, "links_max": 64}, ("handshakes_max", "links_max")),
         ({"secret": SECRET, "secret_file": "/x"}, ("secret", "secret_file")),

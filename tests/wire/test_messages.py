@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer.config import FRAME_OVERHEAD_BYTES, FRAME_UNAUTHENTICATED_BYTES_MAX, Config
+from kvxfer.config import FRAME_OVERHEAD_BYTES, FRAME_UNAUTHENTICATED_BYTES_MAX, POSTING_BODY_BYTES_MAX, Config
 from kvxfer.wire import messages as m
 from tests.wire import reference
 from tests.wire.samples import largest
@@ -70,4 +70,4 @@ def test_everything_but_mail_fits_into_the_smallest_frame_that_may_be_configured
     for message in m.MESSAGES.values():
         if message not in (m.Mail, m.Delivery):
             assert largest_frame(message) <= smallest, message
-            assert largest_frame(message) <= (1 << 20) + FRAME_OVERHEAD_BYTES, message
+            assert largest_frame(message) <= POSTING_BODY_BYTES_MAX + FRAME_OVERHEAD_BYTES, message
