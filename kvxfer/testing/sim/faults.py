@@ -70,7 +70,7 @@ class Faults:
         return well and not twins and not (network.partitions or network.silent or network.weather.loss)
 
     def _calm_since(self) -> float | None:
-        """Since when nothing kept news from arriving for longer than a connection takes to make; None: something does."""
+        """Since when nothing kept news back for longer than a connection takes to make; None: something does."""
         return self._silent_at if self._news_travel() else None
 
     def _later(self, low_s: float, high_s: float, call: Callable[..., Any], *args: Any) -> None:
