@@ -8,6 +8,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.doctor.probe_peers import probe_peers
+from kvxfer.wire.session import VERSIONS
 from tests.nodes import node
 
 pytestmark = pytest.mark.once
@@ -17,7 +18,7 @@ async def test_a_daemon_says_what_it_is() -> None:
     async with node(transports=("loop", "tcp")) as server:
         [address] = server.addresses
         [seen] = await probe_peers([address], Config.embedded(), 5)
-    assert (seen.error, seen.protocol, seen.addresses) == ("", 1, (address,))
+    assert (seen.error, seen.protocol, seen.addresses) == ("", VERSIONS[1], (address,))
     assert seen.version
     assert seen.transports == ("loop", "tcp")
     [candidate] = seen.candidates

@@ -150,8 +150,8 @@ def pieces(stream: bytes, random: Random) -> Iterator[bytes]:
 
 
 def sessions() -> Iterator[Session]:
-    for secret in golden.SECRETS.values():
-        yield from golden.ends(secret)
+    for secret, versions in golden.HANDSHAKES.values():
+        yield from golden.ends(secret, versions)
 
 
 def drive(session: Session, messages: list[Message | Unknown]) -> int:

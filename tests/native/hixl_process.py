@@ -242,17 +242,18 @@ class Servant:
         self.imports["it"] = await self.near.import_(await self.near.connect(endpoint), grant)
 
     async def put(self, length: int, value: int, wait: bool, *, way: str = "PUT", kind: str = "HBM") -> int | None:
+        """Without ``wait``: until it is under way."""
         region = self.near.alloc(length, MemoryKind[kind], 0, value)
-        outcome = self.near.start(OpKind[way], region, self.imports["it"])
-        self.running.append((region, outcome))
-        return int((await within(outcome[1])).status) if wait else None
+        ending = await self.near.begin(OpKind[way], region, self.imports["it"])
+        self.running.append((region, ending))
+        return int((await within(ending)).status) if wait else None
 
     async def running_look(self) -> list[int]:
         """Of the memory of the last transfer that was started here."""
         return counts(self.near.read(self.running[-1][0]))
 
     async def running_end(self) -> int:
-        return int((await within(self.running[-1][1][1])).status)
+        return int((await within(self.running[-1][1])).status)
 
     async def told(self) -> list[int]:
         event = await self.near.event(EventKind.NOTIFY)

@@ -17,7 +17,7 @@ import pytest
 from kvxfer.errors import KvxferError, OutOfRange
 from kvxfer.native.engine import EventKind, MemoryKind, OpKind, RegionInfo
 from kvxfer.native.status import Status
-from tests.native.hixl_process import MIB, Near, Other, control, other, told, within
+from tests.native.hixl_process import MIB, Near, Other, control, other, settle, told, within
 from tests.native.simulated import simulated
 
 pytestmark = pytest.mark.once
@@ -155,7 +155,7 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
         mine = near.alloc(MIB, fill=8)
         import_ = await near.reach(owner)
         control(FAIL="connect:1:503900")
-        await asyncio.sleep(0.005)
+        await settle()
         assert await failed(near, mine, import_) == (Status.LINK, 503900)
         control(FAIL="connect:1:103902")
         await asyncio.sleep(0.2)
@@ -171,12 +171,12 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
             ({"BREAK": 1}, 503900),
         ):
             control(**fault)
-            await asyncio.sleep(0.005)
+            await settle()
             status, vendor_status = await failed(near, mine, import_)
             assert status in (Status.LINK, Status.DEVICE), fault
             assert vendor_status == said, fault
             control()
-            await asyncio.sleep(0.005)
+            await settle()
             assert await near.move(PUT, mine, import_) == 0, fault
 
 
@@ -199,7 +199,7 @@ async def test_a_connect_that_hangs_is_left_behind() -> None:
         assert await near.move(PUT, mine, good) == 0
         bad = await near.reach(hung)
         control(os.getpid(), HANG="connect")
-        await asyncio.sleep(0.005)
+        await settle()
         outcome = near.start(PUT, mine, bad)
         began = time.monotonic()
         while time.monotonic() - began < 0.3:
@@ -218,7 +218,7 @@ async def test_after_eight_zombies_nothing_is_connected() -> None:
         imports = [await near.import_(peer, grant) for grant in grants]
         regions = [near.alloc(MIB, device=device) for device in (0, 1, 2)]
         control(os.getpid(), HANG="connect")
-        await asyncio.sleep(0.005)
+        await settle()
         outcomes = [near.start(PUT, region, import_) for region in regions[:2] for import_ in imports]
         assert {(await within(future)).status for _, future in outcomes} == {Status.TIMEOUT}
         assert await near.move(PUT, regions[2], imports[0]) == Status.LINK
@@ -239,7 +239,7 @@ async def stalled_get(near: Near, region: RegionInfo, import_: int, **faults: ob
     near.fill(region, 1)
     assert await near.move(PUT, region, import_) == 0
     control(None, STALL=1, **faults)
-    await asyncio.sleep(0.005)
+    await settle()
     outcome: tuple[int, Any] = near.start(GET, region, import_)
     await asyncio.sleep(0.02)
     return outcome
@@ -301,7 +301,7 @@ async def test_a_revoke_waits_for_what_is_under_way() -> None:
         await initiator.call("reach", endpoint=near.endpoint, grant=values)
         assert await initiator.call("put", length=BIG, value=2, wait=True) == 0
         control(initiator.pid, STALL=1, HANG="disconnect")
-        await asyncio.sleep(0.005)
+        await settle()
         await initiator.call("put", length=BIG, value=3, wait=False)
         revoking = near.engine.revoke(grant.id)
         await asyncio.sleep(0.7)
@@ -337,7 +337,7 @@ async def test_close_does_not_hang() -> None:
         import_ = await near.reach(owner, BIG)
         assert await near.move(PUT, mine, import_) == 0
         control(STALL=1, HANG="disconnect")
-        await asyncio.sleep(0.005)
+        await settle()
         _, future = near.start(PUT, mine, import_)
         await asyncio.sleep(0.02)
         began = time.monotonic()

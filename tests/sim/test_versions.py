@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.deadline import Deadline
 from kvxfer.errors import VersionMismatch
-from kvxfer.testing.sim.grants import SOON_S
+from kvxfer.testing.sim.grants import UNKNOWN_S
 from kvxfer.testing.sim.loop import run_in
 from kvxfer.testing.sim.network import Host
 from kvxfer.testing.sim.run import Plan, Simulation
@@ -105,6 +105,7 @@ def claims_of(world: World, routes: dict[Any, Any], settling: set[Any]) -> Any:
     """An owner with one claim, and the daemon that made it, as far as `Grants` looks at them."""
     key = ("p" * 32, 1)
     claim: Any = SimpleNamespace(node_id="n", incarnation="far", number=1, key=key)
+    claim.party = SimpleNamespace(session="s")
     claim.posting = SimpleNamespace(kind="offer", key="r", claims={1: claim})
     book = SimpleNamespace(_postings={"p": claim.posting})
 
@@ -128,7 +129,7 @@ def test_a_claim_that_nobody_knows_is_seen_in_time() -> None:
     world = World(1)
     owner = claims_of(world, {}, set())
     world.grants.look(owner)
-    world.loop._now += SOON_S - 0.1
+    world.loop._now += UNKNOWN_S - 0.1
     world.grants.look(owner)
     assert not world.oracle.violations
     world.loop._now += 0.2
@@ -141,10 +142,10 @@ def test_trouble_gives_it_more_time() -> None:
     world = World(1)
     owner = claims_of(world, {}, set())
     world.grants.look(owner)
-    world.loop._now += SOON_S - 0.1
+    world.loop._now += UNKNOWN_S - 0.1
     world.calm_since = lambda: world.loop.now
     world.grants.look(owner)
-    world.loop._now += SOON_S - 0.1
+    world.loop._now += UNKNOWN_S - 0.1
     world.grants.look(owner)
     world.calm_since = lambda: None
     world.grants.look(owner)

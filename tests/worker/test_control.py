@@ -15,7 +15,7 @@ import pytest
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerLost, TransferTimeout
+from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerLost, PeerUnreachable, TransferTimeout
 from kvxfer.node.server import Server
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry
 from kvxfer.wire import messages as m
@@ -265,3 +265,46 @@ async def test_what_cannot_be_said_now_is_bounded(tmp_path: Path) -> None:
             control._send(message)
         control._send(m.Withdraw(posting="0" * 32))
         assert len(control._unsent) == UNSENT_MAX
+
+
+async def settled_out_of_reach(here: Node, there: Node, told: list[m.PostingEvent]) -> Any:
+    """A claim that ends while the two nodes cannot reach each other; returns what lets them reach each other again."""
+    await there.client.control.post("offer", "r", b"", lease_s=60, claims_max=1, on_event=told.append)
+    claim = m.Claim(kind="offer", key="r", node=there.client.addresses)
+    handle, _ = await here.client.control.claim(claim, Deadline.after(5), ignore)
+    dial = here.server.pool._dial
+
+    async def cut(*_: Any) -> Any:
+        raise PeerUnreachable("cut by the test")
+
+    here.server.pool._dial = cut
+    here.server.pool.links[0].abort()
+    await until(lambda: [event.what for event in told] == ["claimed", "orphaned"])
+    here.client.control.settle_in_background(handle, "cancelled", None)
+    await until(lambda: len(here.server.forwarder.unsettled) == 1)
+    assert len(here.client.control._untold) == 1
+
+    def mend() -> None:
+        here.server.pool._dial = dial
+
+    return mend
+
+
+async def test_a_settlement_is_remembered_until_the_owner_has_heard_it(tmp_path: Path) -> None:
+    async with node(tmp_path / "a") as a, node(tmp_path / "b") as b:
+        told: list[m.PostingEvent] = []
+        mend = await settled_out_of_reach(a, b, told)
+        mend()
+        await until(lambda: told[-1].what == "settled", 10)
+        await until(lambda: not len(a.client.control._untold))
+        assert told[-1].code == "cancelled"
+
+
+async def test_a_settlement_outlives_the_daemon_that_was_told(tmp_path: Path) -> None:
+    async with node(tmp_path / "a") as a, node(tmp_path / "b") as b:
+        told: list[m.PostingEvent] = []
+        await settled_out_of_reach(a, b, told)
+        await a.restart()
+        await until(lambda: told[-1].what == "settled")
+        await until(lambda: not len(a.client.control._untold))
+        assert (told[-1].code, b.server.registry.counts().claims) == ("cancelled", 0)

@@ -32,7 +32,7 @@ class Faults:
         # Often everything at once; else one kind of trouble, and what follows from nothing else.
         self.kinds = kinds or self.rng.choice((every, every, (self.rng.choice(every),), LOCAL))
         self.happened = 0
-        self._trouble_at = 0.0
+        self._trouble_at = self._silent_at = 0.0
         self._stopped = False
         self._frozen: list[Any] = []
         self._twins: list[peers.Twin] = []
@@ -52,13 +52,15 @@ class Faults:
         self._next()
         kind = self.rng.choice(self.kinds)
         self.happened += 1
-        if kind not in LOCAL:
+        if kind == "reset":
+            self._trouble_at = self.world.loop.now  # who is asked about it is asked over another connection
+        elif kind not in LOCAL:
             self._trouble()
         getattr(self, f"_{kind}")()
 
     def _trouble(self) -> None:
         """Something that may keep news from arriving begins or ends."""
-        self._trouble_at = self.world.loop.now
+        self._trouble_at = self._silent_at = self.world.loop.now
 
     def _news_travel(self) -> bool:
         """Nothing keeps a message from arriving."""
@@ -68,8 +70,8 @@ class Faults:
         return well and not twins and not (network.partitions or network.silent or network.weather.loss)
 
     def _calm_since(self) -> float | None:
-        """Since when nothing has kept news from arriving; None: something does."""
-        return self._trouble_at if self._news_travel() else None
+        """Since when nothing kept news back for longer than a connection takes to make; None: something does."""
+        return self._silent_at if self._news_travel() else None
 
     def _later(self, low_s: float, high_s: float, call: Callable[..., Any], *args: Any) -> None:
         self.world.loop.call_later(self.rng.uniform(low_s, high_s), call, *args)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvxfer.rendezvous.postings import Claim
     from kvxfer.testing.sim.world import Daemon, World
 
-SOON_S = 3.0  # an old connection is given `dead_s`, a daemon's address book up to two seconds
+UNKNOWN_S = 2.0  # with a connection: the old one is given `dead_s` before anybody denies what may be in it
+SETTLED_S = 8.0  # a daemon that found nobody tries again after five seconds at most
 
 
 class Grants:
@@ -27,7 +28,7 @@ class Grants:
     def __init__(self, world: World) -> None:
         self._world = world
         self.revoked: dict[tuple[str, int], str] = {}  # by which daemon
-        self._since: dict[tuple[str, int], tuple[Daemon, float]] = {}  # seen without a claimant
+        self._since: dict[tuple[Any, ...], tuple[Daemon, float]] = {}  # seen without a claimant
 
     def replacements(self) -> tuple[tuple[Any, str, Any], ...]:
         """(owner, name, what stands there) for `World.replaced`."""
@@ -69,16 +70,16 @@ class Grants:
         alone = self._alone(owner) if any(self._claims(owner)) else {}
         for key in [key for key, (who, _) in self._since.items() if who is owner and key not in alone]:
             del self._since[key]
-        for key, why in alone.items():
+        for key, (limit_s, why) in alone.items():
             _, since = self._since.setdefault(key, (owner, now))
-            if now - max(since, calm) > SOON_S:
+            if now - max(since, calm) > limit_s:
                 self._since[key] = (owner, now + 1e9)  # once
                 self._world.oracle.wrong("lost_claim", f"{why}, for {now - since:.1f} s")
 
     def check(self) -> None:
         """All is quiet: there are none."""
         for owner in self._daemons():
-            for why in self._alone(owner).values():
+            for _, why in self._alone(owner).values():
                 self._world.oracle.wrong("lost_claim", f"{why}, when all is quiet")
 
     @staticmethod
@@ -86,20 +87,26 @@ class Grants:
         book: Any = owner.server.registry._book  # type: ignore[union-attr]
         return (claim for posting in book._postings.values() for claim in posting.claims.values() if claim.node_id)
 
-    def _alone(self, owner: Daemon) -> dict[tuple[str, int], str]:
-        """Claims that their claimant does not know any more, or never knew, and why they should not be there."""
-        found = {}
+    def _alone(self, owner: Daemon) -> dict[tuple[Any, ...], tuple[float, str]]:
+        """Claims that their claimant does not know any more, or never knew: how soon they have to end, and why.
+
+        What nobody knows is ended over a connection, so each connection has its own time for it.
+        """
+        found: dict[tuple[Any, ...], tuple[float, str]] = {}
         daemons = {daemon.server.incarnation: daemon for daemon in self._daemons() if daemon.server}
         working = {worker.process.name for worker in self._world.workers if worker.ready}
         for claim in self._claims(owner):
             text = f"{owner.process.name} keeps claim {claim.number} of {claim.posting.kind} {claim.posting.key}"
             claimant, who = daemons.get(claim.incarnation), self._world.settled.get(claim.key, "")
             if who in working:
-                found[claim.key] = f"{text}, although {who} has settled it"
-            elif claimant is not None and claimant.server is not None and self._can_ask(owner, claimant):
+                found[claim.key] = (SETTLED_S, f"{text}, although {who} has settled it")
+            elif claimant is None or claimant.server is None or claim.party is None:
+                continue
+            elif self._can_ask(owner, claimant):
                 routes: Any = claimant.server.registry._routes
                 if routes.get(claim.key) is None and claim.key not in claimant.server.forwarder.settling():
-                    found[claim.key] = f"{text}, which {claimant.process.name} does not know"
+                    why = f"{text}, which {claimant.process.name} does not know"
+                    found[*claim.key, claim.party.session] = (UNKNOWN_S, why)
         return found
 
     @staticmethod

@@ -48,7 +48,14 @@ def _quarantine_skipped() -> list[Change]:
 
 def _generation_not_compared() -> list[Change]:
     """A descriptor of an earlier registration meets the import of the present one."""
-    return [(reach_module, "_key_of", lambda found: (found.engine_id, found.grant, 0, found.length, found.access, b""))]
+
+    def key_of(found: Any) -> Any:
+        return (found.engine_id, found.grant, 0, found.length, found.access, b"")
+
+    def need_key_of(found: Any, number: int) -> Any:
+        return (*key_of(found), number)
+
+    return [(reach_module, "key_of", key_of), (reach_module, "need_key_of", need_key_of)]
 
 
 def _permit_returned_twice() -> list[Change]:
