@@ -185,9 +185,7 @@ class Region:
         revoked by itself after that many seconds.
         """
         self.require()
-        rights = ACCESS_BY_NAME.get(access)
-        if rights is None:
-            raise UsageError("access must be r, w or rw", field="access", value=repr(access)[:20])
+        rights = _rights(access)
         if length is None:
             check_span(offset, 1, self.length, f"region {self.id}")
             length = self.length - offset
@@ -210,7 +208,7 @@ class Region:
     def lend(self, access: str, on_released: Callable[[], None], blocks: BlockParts | None = None) -> RemoteDescriptor:
         """A descriptor for a whole flow, of some blocks or of all; the flow is called when the region is released."""
         self.require()
-        made = self._export(0, self.length, ACCESS_BY_NAME[access], None, blocks)
+        made = self._export(0, self.length, _rights(access), None, blocks)
         self._lent[made.grant] = on_released
         return made
 
@@ -355,3 +353,11 @@ class KVCache:
             )
         if not may_repeat and len(table.distinct()) != len(table.blocks):
             raise UsageError("the table names a block twice", field="table.blocks")
+
+
+def _rights(access: str) -> int:
+    """Raises `UsageError` for what is no name of a right."""
+    rights = ACCESS_BY_NAME.get(access)
+    if rights is None:
+        raise UsageError("access must be r, w or rw", field="access", value=repr(access)[:20])
+    return rights
