@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ async def test_a_worker_and_its_daemon_must_agree(tmp_path: Path, here: str, the
 
 @pytest.mark.parametrize("value", ["on", "off"])
 async def test_it_can_be_seen(value: str) -> None:
-    config = Config.embedded(**TCP, tcp_encryption=value)
+    with tempfile.TemporaryDirectory(prefix="kvx-") as directory:
+        await is_seen(Config.embedded(**TCP, tcp_encryption=value, socket_dir=directory), value)
+
+
+async def is_seen(config: Config, value: str) -> None:
     async with Server(config) as server:
         assert f"kvxfer_tcp_encryption {float(value == 'on')}" in server._scrape().body.decode()
         status, out = await pinged(server, value)

@@ -144,6 +144,11 @@ async def flow(a: Any, b: Any, name: str) -> None:
     await asyncio.sleep(0.3)
 
 
+def postings(http: str) -> str:
+    [line] = [line for line in fetch(f"{http}/metrics")[1].splitlines() if line.startswith("kvxfer_postings ")]
+    return line
+
+
 @pytest.mark.parametrize("grace", ["5", "0.3"])
 async def test_c89_a_daemon_that_drains(tmp_path: Path, grace: str) -> None:
     """A flow of about two and a half seconds: within a grace of 5 s it ends by itself, exact; at the end of a short one
@@ -156,7 +161,11 @@ async def test_c89_a_daemon_that_drains(tmp_path: Path, grace: str) -> None:
         peer_http = (await a.daemon.readline(limit(5))).split("metrics ")[1].split("/metrics")[0]
         await flow(a, b, "r")
         await b.do("cache", name="new", blocks=16)
+        before = await asyncio.to_thread(postings, http)
         await b.do("offer", name="unclaimed", cache="new", blocks=BLOCKS[:4])
+        async with asyncio.timeout(limit(2)):
+            while await asyncio.to_thread(postings, http) == before:
+                await asyncio.sleep(0.01)
         b.daemon.send_signal(signal.SIGTERM)
         began = time.monotonic()
         if grace == "5":
@@ -166,7 +175,6 @@ async def test_c89_a_daemon_that_drains(tmp_path: Path, grace: str) -> None:
             refused = await a.do("ended", name="unclaimed")
             assert refused["error"] in ("peer_draining", "unknown_transfer"), refused
             assert refused["took_s"] <= limit(1)
-            await b.do("abort", name="unclaimed")  # it would be offered again when its daemon is back
         assert await b.daemon.wait(limit(float(grace) + 3)) == 0
         assert time.monotonic() - began <= limit(float(grace) + 1)
         for side in (a, b):
@@ -177,6 +185,8 @@ async def test_c89_a_daemon_that_drains(tmp_path: Path, grace: str) -> None:
                 assert (ended["error"], ended["fields"]["by"]) == ("cancelled", "draining"), (side.name, ended)
         if grace == "5":
             assert (await a.do("digest", name="r"))["sha"] == (await b.do("digest", name="r"))["sha"]
+        assert (await b.holds())["pinned"] == 4, "what nobody claimed is offered again when its daemon is back"
+        await b.do("abort", name="unclaimed")
         await b.back_to({"pinned": 0, "quarantined": 0}, 1, ("pinned", "quarantined"))
         _, metrics = await asyncio.to_thread(fetch, f"{peer_http}/metrics")
         assert 'kvxfer_links_ended_total{reason="peer_draining",role="peer"} 1.0' in metrics, "it said goodbye"
