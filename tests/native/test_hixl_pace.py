@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import subprocess
-from pathlib import Path
-from shutil import which
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-NATIVE = Path(__file__).parents[2] / "kvxfer" / "native"
+from tests.native.alone import compiled
+
 CLASSES = 40
 MS = 1_000_000
 SHORT, LONG, BLIND = 200_000, 2 * MS, 5 * MS
 COST, SHARE = 15_000, 15  # of a look; per mille of a core
 START, KEPT = 400_000, 6 * MS
 MIB = 1 << 20
-COMPILER = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
 
 
 class Known(ctypes.Structure):
@@ -52,11 +48,7 @@ class Budget(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    assert COMPILER is not None
-    target = tmp_path_factory.mktemp("pace") / "pace.so"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *flags, "-o", str(target), str(NATIVE / "hixl_pace.c")], check=True)
-    loaded = ctypes.CDLL(str(target))
+    loaded = compiled(tmp_path_factory.mktemp("pace"), "hixl_pace")
     loaded.hixl_pace_next.restype = ctypes.c_uint64
     loaded.hixl_budget_pause.restype = ctypes.c_uint64
     return loaded

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import random
-import subprocess
-from pathlib import Path
-from shutil import which
 
 import pytest
 
 from kvxfer.native.status import Status
+from tests.native.alone import compiled
 
-NATIVE = Path(__file__).parents[2] / "kvxfer" / "native"
 DOWN, CONNECTING, UP, DRAINING, ZOMBIE = range(5)
 PING, CONNECT, DISCONNECT, REFUSE, SETTLE = 1, 2, 4, 8, 16
 PING_MS, CONNECT_MS, DISCONNECT_MS = 50, 1000, 2000
-COMPILER = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
 
 
 class Raw(ctypes.Structure):
@@ -37,11 +32,7 @@ class Raw(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    assert COMPILER is not None
-    target = tmp_path_factory.mktemp("state") / "state.so"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *flags, "-o", str(target), str(NATIVE / "hixl_state.c")], check=True)
-    loaded = ctypes.CDLL(str(target))
+    loaded = compiled(tmp_path_factory.mktemp("state"), "hixl_state")
     loaded.hixl_machine_due.restype = ctypes.c_uint64
     loaded.hixl_machine_out.restype = ctypes.c_bool
     return loaded

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import subprocess
 from collections import deque
-from pathlib import Path
-from shutil import which
 
 import pytest
 
-NATIVE = Path(__file__).parents[2] / "kvxfer" / "native"
-COMPILER = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
+from tests.native.alone import compiled
+
 PANIC = """
 #include <stdlib.h>
-_Noreturn void kvx_panic(const char *condition, const char *file, int line) { abort(); }
+_Noreturn void kvx_panic(const char *condition, const char *file, int line) {
+    (void)condition, (void)file, (void)line;
+    abort();
+}
 """
 UNTOUCHED = 0xEE
 
@@ -74,12 +73,7 @@ class Ring:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    assert COMPILER is not None
-    directory = tmp_path_factory.mktemp("ring")
-    (directory / "panic.c").write_text(PANIC)
-    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{NATIVE}", "-o", str(directory / "ring.so")]
-    subprocess.run([COMPILER, *flags, str(NATIVE / "ring.c"), str(directory / "panic.c")], check=True)
-    loaded = ctypes.CDLL(str(directory / "ring.so"))
+    loaded = compiled(tmp_path_factory.mktemp("ring"), "ring", PANIC)
     for name in ("reserve", "push", "pop"):
         getattr(loaded, f"kvx_ring_{name}").restype = ctypes.c_bool
     return loaded
