@@ -99,7 +99,7 @@ class Dispatcher:
             elif role == "peer":
                 about = link.peer
                 back = self.registry.add_peer(
-                    link, about.node_id, about.incarnation, link.name, about.namespace, link.session
+                    self._clock(), link, about.node_id, about.incarnation, link.name, about.namespace, link.session
                 )
                 self.links.add(link)
                 self.run(back)

@@ -80,7 +80,14 @@ class Registry:
         self._workers += 1
 
     def add_peer(
-        self, link: Link, node_id: str, incarnation: str, name: str = "", namespace: str = "", session: str = ""
+        self,
+        now: float,
+        link: Link,
+        node_id: str,
+        incarnation: str,
+        name: str = "",
+        namespace: str = "",
+        session: str = "",
     ) -> list[Action]:
         """A peer daemon is linked, perhaps again, perhaps more than once; ``session`` is what both call the connection.
 
@@ -91,7 +98,8 @@ class Registry:
         party = Party(link, name or node_id, node_id, incarnation, namespace or DEFAULT_NAMESPACE, session)
         self._add(party)
         self._peers.setdefault(node_id, {})[link] = party
-        return self._book.adopt_orphans(party)
+        # What ran out meanwhile is not handed to the new link.
+        return self.expire(now) + self._book.adopt_orphans(party)
 
     def remove(self, now: float, link: Link) -> list[Action]:
         """The link is gone: a worker's everything ends, a peer's claims are orphaned. Unknown links are ignored."""

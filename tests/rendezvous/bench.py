@@ -29,7 +29,7 @@ class Bench:
         self._rid = 0
         self.registry.add_worker("own", "decode-0")
         self.registry.add_worker("other", "prefill-0")
-        self.registry.add_peer("peer", THERE, THEIR_INCARNATION, "node-c")
+        self.registry.add_peer(0.0, "peer", THERE, THEIR_INCARNATION, "node-c")
 
     def rid(self) -> int:
         self._rid += 1

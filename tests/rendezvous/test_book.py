@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.rendezvous.actions import Action, Claimed, Deliver, Done, Link, Notify, Posted, Refused, SettleElsewhere
+from kvxfer.rendezvous.actions import (
+    Action,
+    Claimed,
+    Confirm,
+    Deliver,
+    Done,
+    Link,
+    Notify,
+    Posted,
+    Refused,
+    SettleElsewhere,
+)
 from kvxfer.rendezvous.registry import Registry
 
 HERE, THERE = "a" * 32, "c" * 32
@@ -62,11 +73,11 @@ class RegistryMachine(RuleBasedStateMachine):
             self.add(link)
 
     def add(self, link: str) -> None:
+        self.linked.add(link)
         if link in WORKERS:
             self.registry.add_worker(link)
         else:
-            self.registry.add_peer(link, THERE, "d" * 32)
-        self.linked.add(link)
+            self.see(self.registry.add_peer(self.now, link, THERE, "d" * 32))
 
     # -- what the parties see ----------------------------------------------------------------------------
 
@@ -78,7 +89,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def see(self, actions: list[Action]) -> list[Action]:
         for action in actions:
-            if isinstance(action, SettleElsewhere):
+            if isinstance(action, SettleElsewhere | Confirm):
                 continue
             assert action.link in self.linked, "nobody is told anything after its link has gone"
             if isinstance(action, Notify):
@@ -309,7 +320,7 @@ def call(
 def test_no_message_makes_a_method_raise(calls: list[tuple[int, str, str, str, str, bytes, float, int]]) -> None:
     registry = make()
     registry.add_worker("w0")
-    registry.add_peer("p0", THERE, "d" * 32)
+    registry.add_peer(0.0, "p0", THERE, "d" * 32)
     for arguments in calls:
         assert isinstance(call(registry, *arguments), list)
         registry.check()

@@ -309,9 +309,9 @@ def test_workers_at_the_limit_and_one_more() -> None:
     bench.remove("third")
     bench.registry.add_worker("fourth")
     with pytest.raises(UsageError):
-        bench.registry.add_peer("fourth", FAR, FAR)
+        bench.registry.add_peer(0.0, "fourth", FAR, FAR)
     with pytest.raises(UsageError):
-        bench.registry.add_peer("nameless", "", FAR)
+        bench.registry.add_peer(0.0, "nameless", "", FAR)
     bench.registry.check()
 
 

@@ -39,7 +39,7 @@ def test_who_may_settle() -> None:
     bench.posted()
     answer = bench.claimed()
     assert refusal(bench.settle(answer, link="other")).code == "access_denied"
-    bench.registry.add_peer("far", FAR, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
     assert refusal(bench.settle(answer, link="far")).code == "access_denied"
     assert told(bench.settle(answer, link="own")) == [], "the owner knows already"
     assert bench.registry.counts().claims == 0
@@ -117,7 +117,7 @@ def test_a_lost_peer_orphans_and_a_returning_one_takes_its_claims_back() -> None
     assert bench.registry.live_claims("peer") == 1
     assert told(bench.remove("peer")) == [("own", "orphaned", 1, "peer_lost")]
     assert bench.registry.counts().orphans == 1
-    bench.registry.add_peer("again", THERE, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "again", THERE, THEIR_INCARNATION)
     bench.registry.check()
     assert bench.registry.live_claims("again") == 1
     assert bench.registry.counts().orphans == 0
@@ -129,7 +129,7 @@ def test_a_restarted_peer_may_settle_what_it_orphaned() -> None:
     bench.posted()
     answer = bench.claimed()
     bench.remove("peer")
-    bench.registry.add_peer("again", THERE, FAR)
+    bench.registry.add_peer(0.0, "again", THERE, FAR)
     assert bench.registry.counts().orphans == 1
     assert told(bench.settle(answer, "failed", link="again", code="timeout")) == [("own", "settled", 1, "timeout")]
     assert bench.registry.counts().orphans == 0
@@ -138,17 +138,17 @@ def test_a_restarted_peer_may_settle_what_it_orphaned() -> None:
 def test_after_a_lost_connection_the_claimants_node_is_asked_what_it_knows() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    assert bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1") == []
+    assert bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1") == []
     bench.posted()
     bench.posted(kind="region", key="name")
     offer, region = bench.claimed("first"), bench.claimed("first", kind="region", key="name")
     bench.remove("first")
     keys = ((offer.posting, offer.claim), (region.posting, region.claim))
-    [asked] = bench.registry.add_peer("again", THERE, THEIR_INCARNATION, session="s2")
+    [asked] = bench.registry.add_peer(0.0, "again", THERE, THEIR_INCARNATION, session="s2")
     assert asked == Confirm(link="again", session="s1", claims=keys)
     # Once more, before there was an answer: it is still about the connection over which they were granted.
     bench.remove("again")
-    [asked] = bench.registry.add_peer("third", THERE, THEIR_INCARNATION, session="s3")
+    [asked] = bench.registry.add_peer(0.0, "third", THERE, THEIR_INCARNATION, session="s3")
     assert asked == Confirm(link="third", session="s1", claims=keys)
     assert bench.registry.never_arrived(0, "s2", keys) == [], "granted over another connection"
     ended = bench.checked(bench.registry.never_arrived(0, "s1", [keys[0], ("0" * 32, 1), (offer.posting, 9)]))
@@ -160,23 +160,37 @@ def test_after_a_lost_connection_the_claimants_node_is_asked_what_it_knows() -> 
     assert told(bench.registry.settle(0, "third", 1, posting=offer.posting, claim=1, outcome="done")) == []
 
 
+def test_what_ran_out_is_not_handed_to_the_new_link() -> None:
+    """A daemon that stood still meanwhile: the connection is what it hears of first."""
+    bench = Bench()
+    bench.registry.remove(0, "peer")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
+    posted = bench.posted(lease_s=2.0)
+    bench.claimed("first")
+    bench.remove("first")
+    actions = bench.checked(bench.registry.add_peer(2.5, "again", THERE, THEIR_INCARNATION, session="s2"))
+    assert not [one for one in actions if isinstance(one, Confirm)]
+    assert ("own", "expired") in [(link, what) for link, what, *_ in told(actions)], actions
+    assert bench.registry.counts().postings == 0, posted
+
+
 def test_who_is_not_asked() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
     bench.posted()
     bench.claimed("first")
     bench.remove("first")
-    assert bench.registry.add_peer("restarted", THERE, FAR, session="s2") == [], "another process"
-    assert bench.registry.add_peer("stranger", FAR, THEIR_INCARNATION, session="s3") == []
+    assert bench.registry.add_peer(0.0, "restarted", THERE, FAR, session="s2") == [], "another process"
+    assert bench.registry.add_peer(0.0, "stranger", FAR, THEIR_INCARNATION, session="s3") == []
     assert bench.registry.counts().orphans == 1
 
 
 def test_another_connection_is_asked_at_once() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    bench.registry.add_peer("first", THERE, THEIR_INCARNATION, session="s1")
-    bench.registry.add_peer("second", THERE, THEIR_INCARNATION, session="s2")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
+    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION, session="s2")
     bench.posted()
     claim = bench.claimed("first")
     assert bench.remove("first") == [Confirm(link="second", session="s1", claims=((claim.posting, claim.claim),))]
@@ -195,7 +209,7 @@ def test_which_claims_are_unknown_here() -> None:
 
 def test_two_links_to_one_peer_back_each_other_up() -> None:
     bench = Bench()
-    bench.registry.add_peer("second", THERE, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION)
     bench.posted()
     bench.claimed("peer")
     assert bench.remove("peer") == []

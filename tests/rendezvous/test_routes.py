@@ -46,7 +46,7 @@ def test_an_event_finds_its_worker_once(what: str) -> None:
 def test_events_that_fit_nothing_are_counted() -> None:
     bench = Bench()
     routed(bench)
-    bench.registry.add_peer("far", FAR, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
     for what, link, claim in (("lost", "far", 7), ("lost", "gone", 7), ("lost", "peer", 8), ("claimed", "peer", 7)):
         assert event(bench, what, link, claim) == []
     assert bench.registry.unexpected == {
@@ -87,7 +87,7 @@ def test_another_worker_cannot_settle_by_a_route_that_is_not_its_own() -> None:
 
 def test_a_peer_out_of_reach_orphans_our_claims() -> None:
     bench = Bench()
-    bench.registry.add_peer("second", THERE, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION)
     routed(bench)
     assert bench.registry.live_claims("peer") == 1
     assert bench.remove("second") == []
