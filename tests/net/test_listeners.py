@@ -7,12 +7,14 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from kvxfer.addresses import Address
 from kvxfer.errors import ConfigError
 from kvxfer.net.listeners import UnixListener, bound_address, listen_tcp
+from tests.conftest import slack
 
 
 def test_path_belongs_to_one_at_a_time(tmp_path: Path) -> None:
@@ -67,20 +69,29 @@ def test_families(host: str, reached: list[str]) -> None:
 async def test_small_messages_in_a_row_are_not_held_back() -> None:
     """Whatever the event loop sets by itself: asyncio does so for some sockets only."""
     loop = asyncio.get_running_loop()
-    accepted: asyncio.Future[asyncio.Transport] = loop.create_future()
+    accepted: asyncio.Queue[asyncio.Transport] = asyncio.Queue()
+    ended: asyncio.Queue[None] = asyncio.Queue()
 
-    class Accepted(asyncio.Protocol):
+    class Side(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            accepted.set_result(transport)
+            accepted.put_nowait(cast(asyncio.Transport, transport))  # uvloop's is none by its type
 
-    async with await loop.create_server(Accepted, sock=listen_tcp("listen", Address("127.0.0.1", 0))) as server:
-        where = server.sockets[0].getsockname()
-        dialled, _ = await loop.create_connection(asyncio.Protocol, *where)
-        for side in (dialled, await accepted):
-            found = side.get_extra_info("socket")
-            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-            side.close()
+        def connection_lost(self, _: Exception | None) -> None:
+            ended.put_nowait(None)
+
+    server = await loop.create_server(Side, sock=listen_tcp("listen", Address("127.0.0.1", 0)))
+    try:
+        await loop.create_connection(Side, *server.sockets[0].getsockname())
+        async with asyncio.timeout(5 * slack()):
+            sides = [await accepted.get() for _ in range(2)]
+    finally:
+        server.close()
+    for side in sides:
+        assert side.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        side.close()
+    async with asyncio.timeout(5 * slack()):
+        for _ in sides:
+            await ended.get()
 
 
 def test_ipv6_loopback_does_not_take_ipv4() -> None:
