@@ -23,7 +23,7 @@ async def test_in_the_order_in_which_they_came_a_large_one_included() -> None:
             return claimed  # type: ignore[no-any-return]
 
         waiting = []
-        for key, length in (("large", 4 * MIB), ("small", MIB // 2), ("last", MIB // 2)):
+        for key, length in (("large", 4 * MIB), ("small", MIB // 2), ("last", 4 * MIB)):  # no two at a time
             waiting.append(asyncio.ensure_future(wait(key, length)))
             await until(lambda: len(server.landings._line) == len(waiting))
         await first.ask(settle(held[0], "cancelled"))
@@ -35,8 +35,8 @@ async def test_in_the_order_in_which_they_came_a_large_one_included() -> None:
         large = await waiting[0]
         assert order == ["large"]
         await other.ask(settle(large, "cancelled"))
-        for claimed in await asyncio.gather(*waiting[1:]):
-            await other.ask(settle(claimed, "cancelled"))
+        for one in waiting[1:]:
+            await other.ask(settle(await one, "cancelled"))
         assert order == ["large", "small", "last"]
         await free(server)
 
