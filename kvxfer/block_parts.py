@@ -28,15 +28,15 @@ class BlockParts:
 
     def covers(self, offset: int, length: int) -> bool:
         """Whether all of a range lies in pieces of the blocks. As `kvx_blocks_cover`, which is what counts."""
+        blocks = set(self.blocks.tolist())
         while length > 0:
-            covered = max(self._covered_at(offset), 0)
+            covered = self._covered_at(offset, blocks)
             if not covered:
                 return False
             offset, length = offset + covered, length - covered
         return True
 
-    def _covered_at(self, offset: int) -> int:
-        blocks = set(self.blocks.tolist())
+    def _covered_at(self, offset: int, blocks: set[int]) -> int:
         for base, stride, size in self.parts.tolist():
             block, inside = divmod(offset - base, stride) if stride else (0, offset - base)
             if offset >= base and inside < size and block in blocks:
@@ -44,17 +44,16 @@ class BlockParts:
         return 0
 
 
-def parts_of(layout: CacheLayout, region: int) -> Rows | None:
-    """The parts of a layout in the region with that index; None when they would be more than `PARTS_MAX`.
+def parts_of(layout: CacheLayout, regions: int) -> tuple[Rows | None, ...]:
+    """The parts of a layout in each of so many regions; None where they would be more than `PARTS_MAX`.
 
     Exact where that takes no more than `PARTS_MAX`; else each block with the gaps between its own elements, which in
     storage that interleaves layers are the same block of other layers.
     """
-    for exact in (True, False):
-        rows = _rows(layout, region, exact=exact)
-        if rows is not None:
-            return rows
-    return None
+    layers: list[list[int]] = [[] for _ in range(regions)]
+    for layer, placement in enumerate(layout.placements):
+        layers[placement.region].append(layer)
+    return tuple(_in_region(layout, of_one) for of_one in layers)
 
 
 def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
@@ -63,13 +62,16 @@ def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
     return table.distinct(held).astype(np.uint64)
 
 
-def _rows(layout: CacheLayout, region: int, *, exact: bool) -> Rows | None:
+def _in_region(layout: CacheLayout, layers: list[int]) -> Rows | None:
+    exact = _rows(layout, layers, exact=True)
+    return _rows(layout, layers, exact=False) if exact is None else exact
+
+
+def _rows(layout: CacheLayout, layers: list[int], *, exact: bool) -> Rows | None:
     known: dict[Strides, tuple[list[int], int] | None] = {}
     rows: list[tuple[int, int, int]] = []
-    for layer, placement in enumerate(layout.placements):
-        if placement.region != region:
-            continue
-        strides = layout.strides(layer)
+    for layer in layers:
+        offset, strides = layout.placements[layer].offset, layout.strides(layer)
         if strides not in known:
             known[strides] = _pieces(layout, strides, exact=exact)
         pieces = known[strides]
@@ -77,7 +79,7 @@ def _rows(layout: CacheLayout, region: int, *, exact: bool) -> Rows | None:
             return None
         bases, length = pieces
         stride = strides[1] if layout.blocks > 1 else 0  # of a single block it does not matter
-        rows += [(placement.offset + base, stride, length) for base in bases]
+        rows += [(offset + base, stride, length) for base in bases]
     return np.array(rows, np.uint64).reshape(-1, 3)
 
 

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 from kvxfer import block_parts
-from kvxfer.block_parts import BlockParts, blocks_of, parts_of
+from kvxfer.block_parts import BlockParts, Rows, blocks_of
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
 from kvxfer.planner import plan
 from tests.test_planner import address, draw_pair
 
 PAIRS = 60
+
+
+def parts_of(layout: CacheLayout, region: int) -> Rows | None:
+    """Of one region; all that the placements name are looked at together."""
+    regions = 1 + max(placement.region for placement in layout.placements)
+    return block_parts.parts_of(layout, regions)[region]
 
 
 def elements(layout: CacheLayout, blocks: set[int]) -> dict[int, set[int]]:

@@ -323,7 +323,7 @@ class KVCache:
                 )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)
-        object.__setattr__(self, "_parts", tuple(parts_of(layout, index) for index in range(len(found))))
+        object.__setattr__(self, "_parts", parts_of(layout, len(found)))
 
     def lend(
         self, access: str, table: BlockTable, on_released: Callable[[], None]

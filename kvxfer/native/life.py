@@ -137,9 +137,11 @@ class Life:
         if self._engine is not None:
             engine = self._begin_close()
             with ThreadPoolExecutor(1, "kvxfer-close") as own:  # the loop's own threads may all be taken
-                await to_the_end(own, self._stop, engine)
-                self._deliver_last(engine)
-                await to_the_end(own, self._end_close, engine)
+                try:
+                    await to_the_end(own, self._stop, engine)
+                finally:  # a cancellation is raised when all of it is done
+                    self._deliver_last(engine)
+                    await to_the_end(own, self._end_close, engine)
 
     def _begin_close(self) -> Any:
         engine = self._mine()

@@ -66,24 +66,27 @@ class Confirmations:
             log.info("%s does not know %d of %d claims", link.name, len(unknown), len(action.claims))
         self._dispatcher.run(self._dispatcher.registry.never_arrived(self._clock(), action.session, sorted(unknown)))
 
-    def answer(self, link: Link, message: m.Confirm) -> None:
-        """Raises `ProtocolError` for a question that makes no sense."""
+    def answer(self, link: Link, message: m.Confirm) -> asyncio.Task[None]:
+        """The task that answers. Raises `ProtocolError` for a question that makes no sense."""
         asked = claims.unpack(message.claims)
         if message.session == link.session:
             raise ProtocolError("the connection that is asked about has not ended: the question came over it")
-        self._owner.spawn(self._answer(link, message, asked), "answer about claims")
+        return self._owner.spawn(self._answer(link, message, asked), "answer about claims")
 
     async def _answer(self, link: Link, message: m.Confirm, asked: list[ClaimKey]) -> None:
         """What came over the old connection has been handled before this task runs: their wake-ups are older."""
-        await self._end_of(message.session)
+        await self._end_of(message.session, link.peer.node_id)
         unknown = self._dispatcher.registry.unknown_to_us(link.peer.node_id, asked)
         settling = self._settling()
         never = claims.pack(claim for claim in unknown if claim not in settling)
         self._dispatcher.reply(link, m.Done(rid=message.rid, value=never))
 
-    async def _end_of(self, session: str) -> None:
-        """The other side has ended this connection; what it sent before may still arrive here, for a moment."""
-        old = [link for link in self._dispatcher.links if link.session == session]
+    async def _end_of(self, session: str, node_id: str) -> None:
+        """The other side has ended this connection; what it sent before may still arrive here, for a moment. Nobody
+        ends a connection of another node by its name.
+        """
+        links = self._dispatcher.links
+        old = [link for link in links if link.session == session and link.peer.node_id == node_id]
         if not old:
             return
         await asyncio.wait([link.closed for link in old], timeout=self._config.dead_s)

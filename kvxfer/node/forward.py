@@ -131,8 +131,14 @@ class Forwarder:
         self._confirmations.ask(action)
 
     def on_confirm(self, link: Link, message: m.Confirm) -> None:
-        """Another node asks us."""
-        self._confirmations.answer(link, message)
+        """Another node asks us. Raises `ProtocolError`, and `TooManyPending` for too many questions at once."""
+        self._begin(link)
+        try:
+            answering = self._confirmations.answer(link, message)
+        except KvxferError:
+            self._end(link)
+            raise
+        answering.add_done_callback(lambda _: self._end(link))
 
     def settling(self) -> set[ClaimKey]:
         """Claims of which other nodes are being told, or will be, how they ended."""

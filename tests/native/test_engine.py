@@ -337,6 +337,7 @@ async def test_a_close_that_takes_time_holds_no_loop_and_comes_to_its_end(cancel
         await asyncio.sleep(0.001)
     assert turns > 10, "the loop had its turns meanwhile"
     assert engine.closed
+    assert engine._views._closed, "the native engine too, which goes last"
     await asyncio.wait([registering])
     assert registering.exception() is None or isinstance(registering.exception(), ClosedError)
     assert closing.cancelled() is cancelled

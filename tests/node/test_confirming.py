@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.errors import KvxferError, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.node.server import Server
 from kvxfer.wire import claims
@@ -132,6 +132,35 @@ async def test_the_old_connection_ends_before_anything_is_denied() -> None:
         assert claims.unpack(reply.value) == [("a" * 32, 1)]
         assert old.closed.done()
         assert not other.closed.done()
+
+
+async def test_a_question_ends_no_connection_of_another_node() -> None:
+    """Whoever has seen its name."""
+    async with node() as here, node() as there, node() as third, worker(here) as claimant, worker(third) as other:
+        await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
+        await other.ask(m.Echo(node=here.addresses, data=b"x"))
+        [between], [asking] = here.pool.links, third.pool.links
+        reply = await asking.request(m.Confirm(session=between.session, claims=b""), timeout=5)
+        assert isinstance(reply, m.Done)
+        assert not between.closed.done()
+
+
+async def test_questions_at_once_are_bounded() -> None:
+    """Each may wait for the end of a connection: so many requests of one link, as of its forwarded ones."""
+    async with node(requests_max=2, dead_s=5.0) as here, node() as there, worker(here) as claimant:
+        await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
+        [old] = here.pool.links
+        other = await here._dial(there.addresses, there.node_id)
+        asking = next(link for link in there.peers.links if link.session == other.session)
+        question = m.Confirm(session=old.session, claims=b"")
+        waiting = [asyncio.ensure_future(asking.request(question, timeout=5)) for _ in range(2)]
+        await until(lambda: here.forwarder.running == 2)
+        with pytest.raises(TooManyPending):
+            await asking.request(question, timeout=5)
+        old.abort("cut by the test")
+        for one in waiting:
+            assert isinstance(await one, m.Done)
+        await until(lambda: here.forwarder.running == 0)
 
 
 @pytest.mark.parametrize("what", ["no list", "this very connection"])
