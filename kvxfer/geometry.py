@@ -81,7 +81,8 @@ class Geometry:
     block, H head, and D, the elements of a head, always last. "PBNHD" is [2, blocks, tokens, heads, dim]. With one kv
     part (MLA) P may be left out, with one head H too. Default: "PBNHD", or "BNHD" for one part.
 
-    ``kv_heads`` heads from ``head_start`` on, out of ``kv_heads_total`` (default: all), are held here. ``fingerprint``
+    ``kv_heads`` heads from ``head_start`` on, out of ``kv_heads_total`` (default: all), are held here; and ``layers``
+    layers from ``first_layer`` on, out of ``layers_total`` (default: all): one stage of a pipeline. ``fingerprint``
     names the model, its revision, quantisation and so on (`fingerprint_of` builds it); two that differ do not match.
 
     ``packing`` names a private arrangement inside the [tokens, dim] tile of one head in one block, such as transposed
@@ -89,6 +90,8 @@ class Geometry:
     """
 
     layers: int
+    first_layer: int = 0
+    layers_total: int = 0
     kv_parts: int = 2
     kv_heads: int
     kv_heads_total: int = 0
@@ -102,6 +105,10 @@ class Geometry:
 
     def __post_init__(self) -> None:
         _require_int("layers", self.layers, 1, LAYERS_MAX)
+        if self.layers_total == 0 and self.first_layer == 0:
+            object.__setattr__(self, "layers_total", self.layers)
+        _require_int("layers_total", self.layers_total, self.layers, LAYERS_MAX)
+        _require_int("first_layer", self.first_layer, 0, self.layers_total - self.layers)
         _require_int("kv_parts", self.kv_parts, 1, 2)
         _require_int("kv_heads", self.kv_heads, 1, HEADS_MAX)
         if self.kv_heads_total == 0 and self.head_start == 0:
@@ -123,6 +130,16 @@ class Geometry:
         good = isinstance(order, str) and len(set(order)) == len(order) and needed <= set(order) <= set("PBNHD")
         rule = f"an order of the axes {''.join(sorted(needed, key='PBNHD'.index))} that ends in D"
         _require(good and order.endswith("D"), "layout", rule, order)
+
+    @property
+    def layer_numbers(self) -> range:
+        """The layers held here, by their numbers in the whole model."""
+        return range(self.first_layer, self.first_layer + self.layers)
+
+    @property
+    def head_numbers(self) -> range:
+        """The kv heads held here, by their numbers in the whole model."""
+        return range(self.head_start, self.head_start + self.kv_heads)
 
     @property
     def itemsize(self) -> int:
@@ -168,8 +185,8 @@ class Geometry:
 
 
 _GEOMETRY_FIELDS = (
-    "layers", "kv_parts", "kv_heads", "kv_heads_total", "head_start", "head_size", "block_tokens", "dtype", "layout",
-    "fingerprint", "packing",
+    "layers", "first_layer", "layers_total", "kv_parts", "kv_heads", "kv_heads_total", "head_start", "head_size",
+    "block_tokens", "dtype", "layout", "fingerprint", "packing",
 )  # fmt: skip
 
 
@@ -186,18 +203,23 @@ def fingerprint_of(**parts: str) -> str:
 def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
     """Raise `GeometryMismatch`, naming the field and both values, unless one cache can be mapped onto the other.
 
-    Block size, layout, strides and the heads held may differ. Fingerprints must be equal where both sides have one;
-    ``ignore_fingerprint`` is the operator's explicit way past that.
+    Block size, layout, strides and the layers and heads held may differ. Fingerprints must be equal where both sides
+    have one; ``ignore_fingerprint`` is the operator's explicit way past that.
     """
-    for name in ("layers", "kv_parts", "kv_heads_total", "head_size", "dtype", "packing"):
+    for name in ("layers_total", "kv_parts", "kv_heads_total", "head_size", "dtype", "packing"):
         _require_equal(name, getattr(source, name), getattr(target, name))
     if source.packing:
         _require_equal("block_tokens", source.block_tokens, target.block_tokens)
     if source.fingerprint and target.fingerprint and not ignore_fingerprint:
         for name, one, other in _fingerprint_parts(source.fingerprint, target.fingerprint):
             _require_equal(name, one, other)
-    if min(_heads_end(source), _heads_end(target)) <= max(source.head_start, target.head_start):
-        _raise_mismatch("heads", _heads_text(source), _heads_text(target), "these two ranks have no kv head in common")
+    held = (
+        ("layers", "layer", source.layer_numbers, target.layer_numbers),
+        ("heads", "kv head", source.head_numbers, target.head_numbers),
+    )
+    for name, what, ours, theirs in held:
+        if min(ours.stop, theirs.stop) <= max(ours.start, theirs.start):
+            _raise_mismatch(name, _range_text(ours), _range_text(theirs), f"these two ranks have no {what} in common")
 
 
 def fingerprint_conflict(source: Geometry, target: Geometry) -> str:
@@ -216,12 +238,8 @@ def _fingerprint_parts(source: str, target: str) -> list[tuple[str, str, str]]:
     return [*named, ("fingerprint", source, target)]
 
 
-def _heads_end(geometry: Geometry) -> int:
-    return geometry.head_start + geometry.kv_heads
-
-
-def _heads_text(geometry: Geometry) -> str:
-    return f"{geometry.head_start}..{_heads_end(geometry) - 1}"
+def _range_text(numbers: range) -> str:
+    return f"{numbers.start}..{numbers.stop - 1}"
 
 
 def _require_equal(name: str, source: int | str, target: int | str) -> None:

@@ -12,11 +12,12 @@ Nothing here touches memory of a cache or waits for anything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.coverage import Box, box_of
 from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement, Strides, check_compatible
 
@@ -81,8 +82,8 @@ class _Axis:
 class Plan:
     """What `plan` found out; `layer` writes out the segments of one layer when it is asked for.
 
-    ``tokens`` positions from ``first_token`` on are moved (0 when the tables have no position in common); ``complete``
-    says whether these are all that the target table names. ``bytes`` counts all layers.
+    ``box`` is what is moved, by global numbers; its ``tokens`` are empty when the tables have no position in common.
+    ``complete`` says whether that is all that the target holds. ``bytes`` counts all layers.
     """
 
     def __init__(
@@ -90,37 +91,38 @@ class Plan:
         source: CacheLayout,
         target: CacheLayout,
         pieces: _Pieces,
+        box: Box,
         *,
-        first_token: int,
-        tokens: int,
         complete: bool,
     ) -> None:
         self._source = source
         self._target = target
         self._pieces = pieces
-        self._heads = _common_heads(source.geometry, target.geometry)
         self._kept: dict[tuple[Strides, Strides], Ints] = {}
         self._counts: dict[tuple[Strides, Strides], int] = {}
-        self.first_token = first_token
-        self.tokens = tokens
+        self.box = box
         self.complete = complete
-        geometry = source.geometry
+        self.first_token = box.tokens.start
+        self.tokens = len(box.tokens)
         moved = int(pieces.tokens.sum())
-        self.layer_bytes = moved * geometry.kv_parts * len(self._heads) * geometry.head_bytes
-        self.layers = geometry.layers
+        self.layer_bytes = moved * len(box.parts) * len(box.heads) * source.geometry.head_bytes
+        self.layers = len(box.layers)
         self.bytes = self.layer_bytes * self.layers
 
-    def layer(self, index: int) -> tuple[Batch, ...]:
-        """The batches of one layer, grouped by pair of regions; () when nothing is to be moved.
+    def layer(self, number: int) -> tuple[Batch, ...]:
+        """The batches of the layer with this global number, by pair of regions; () when nothing of it is to be moved.
 
-        Raises `TooLarge` when the layouts are so different that a layer takes more than `LAYER_SEGMENTS_MAX` segments.
+        Raises `UsageError` for a number that the model does not have, `TooLarge` when the layouts are so different that
+        a layer takes more than `LAYER_SEGMENTS_MAX` segments.
         """
-        if not isinstance(index, int) or not 0 <= index < self.layers:
-            raise UsageError("no such layer", field="layer", value=repr(index)[:20], limit=self.layers - 1)
-        if not self.layer_bytes:
+        total = self._source.geometry.layers_total
+        if not isinstance(number, int) or not 0 <= number < total:
+            raise UsageError("no such layer", field="layer", value=repr(number)[:20], limit=total - 1)
+        if not self.layer_bytes or number not in self.box.layers:
             return ()
-        source, target = self._source.placements[index], self._target.placements[index]
-        pair = (self._source.strides(index), self._target.strides(index))
+        ours, theirs = self._indexes(number)
+        source, target = self._source.placements[ours], self._target.placements[theirs]
+        pair = (self._source.strides(ours), self._target.strides(theirs))
         kept = self._kept.get(pair)
         if kept is None:
             kept = self._segments(*pair)
@@ -130,16 +132,21 @@ class Plan:
         segments = kept + np.array([source.offset, target.offset, 0], np.int64)
         return (Batch(source_region=source.region, target_region=target.region, segments=segments.view(np.uint64)),)
 
-    def fragments(self, index: int) -> int:
+    def fragments(self, number: int) -> int:
         """How many pieces `layer` has to write out before it merges them: what it will cost, without that cost."""
-        if not self.layer_bytes:
+        if not self.layer_bytes or number not in self.box.layers:
             return 0
-        pair = (self._source.strides(index), self._target.strides(index))
+        ours, theirs = self._indexes(number)
+        pair = (self._source.strides(ours), self._target.strides(theirs))
         if pair not in self._counts:
             if len(self._counts) >= STRIDE_PAIRS_KEPT_MAX:
                 self._counts.pop(next(iter(self._counts)), None)
             self._counts[pair] = sum(group.count for group in self._groups(*pair))
         return self._counts[pair]
+
+    def _indexes(self, number: int) -> tuple[int, int]:
+        """Where a layer stands in each side's list of layers."""
+        return number - self._source.geometry.first_layer, number - self._target.geometry.first_layer
 
     def _segments(self, source: Strides, target: Strides) -> Ints:
         """Merged segments relative to the layer's offsets, shape (n, 3)."""
@@ -158,9 +165,11 @@ class Plan:
         ours, theirs = self._source.geometry, self._target.geometry
         pieces, block_tokens = self._pieces, ours.block_tokens
         full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
-        parts, blocks, tokens, heads = map(_Axis, (ours.kv_parts, 0, block_tokens, len(self._heads)), source, target)
-        source_head, target_head = (self._heads.start - side.head_start for side in (ours, theirs))
+        extents = (len(self.box.parts), 0, block_tokens, len(self.box.heads))
+        parts, blocks, tokens, heads = map(_Axis, extents, source, target)
+        source_head, target_head = (self.box.heads.start - side.head_start for side in (ours, theirs))
         bases = pieces.bases(blocks, tokens) + _pair(source_head * heads.source, target_head * heads.target)
+        bases += self.box.parts.start * _pair(parts.source, parts.target)
         return [
             _group([parts, heads, tokens], None, pieces.tokens[full], bases[:, full], ours.head_bytes),
             _group([parts, heads], tokens, pieces.tokens[~full], bases[:, ~full], ours.head_bytes),
@@ -252,8 +261,10 @@ def plan(
     target_table: BlockTable,
     *,
     ignore_fingerprint: bool = False,
+    within: Box | None = None,
 ) -> Plan:
-    """How to fill ``target`` from ``source``: the token positions that both tables name, the heads that both have.
+    """How to fill ``target`` from ``source``: the layers, heads and token positions that both have; of these, with
+    ``within``, only what lies in that box.
 
     Raises `GeometryMismatch` when the two cannot be mapped onto each other, `OutOfRange` when a table names a block
     that its layout does not have or more tokens than its blocks hold, `UsageError` when the target repeats a block.
@@ -266,12 +277,37 @@ def plan(
         raise UsageError(
             "the target table names a block twice", field="target_table.blocks", value=int(ids[counts > 1][0])
         )
-    start = max(source_table.first_token, target_table.first_token)
-    wanted = target_table.first_token + target_table.tokens
-    stop = max(start, min(source_table.first_token + source_table.tokens, wanted))
-    pieces = _cut(start, stop, (source, source_table), (target, target_table))
-    complete = not target_table.tokens or (start, stop) == (target_table.first_token, wanted)
-    return Plan(source, target, pieces, first_token=start, tokens=stop - start, complete=complete)
+    wanted = box_of(target, target_table)
+    box = _common_box(box_of(source, source_table), wanted)
+    if within is not None:
+        box = _restricted(box, within, (source.geometry, source_table))
+    pieces = _cut(box.tokens.start, box.tokens.stop, (source, source_table), (target, target_table))
+    return Plan(source, target, pieces, box, complete=box.contains(wanted))
+
+
+def _restricted(box: Box, within: Box, source: tuple[Geometry, BlockTable]) -> Box:
+    """The part of the box that lies within another one; packed blocks cannot be divided."""
+    found = _common_box(box, within)
+    packing, (shape, table) = source[0].packing, source
+    if (
+        packing
+        and found.tokens.stop != box.tokens.stop
+        and (found.tokens.stop - table.first_token) % shape.block_tokens
+    ):
+        raise GeometryMismatch(
+            "packed blocks move whole, but what is to be moved ends inside of one",
+            field="tokens",
+            value=found.tokens.stop,
+            packing=packing,
+        )
+    return found
+
+
+def _common_box(one: Box, other: Box) -> Box:
+    """What both contain. Nothing in common: a box without tokens."""
+    common = one.meet(other)
+    start = max(one.tokens.start, other.tokens.start)
+    return common if common is not None else replace(one, tokens=range(start, start))
 
 
 def _check_table(side: str, layout: CacheLayout, table: BlockTable) -> Ints:
@@ -330,12 +366,6 @@ def _cut(
 def _locate(positions: Ints, layout: CacheLayout, table: BlockTable) -> tuple[Ints, Ints]:
     index, slot = np.divmod(positions - table.first_token, layout.geometry.block_tokens)
     return table.blocks[index], slot
-
-
-def _common_heads(source: Geometry, target: Geometry) -> range:
-    """The global heads that both sides hold."""
-    end = min(source.head_start + source.kv_heads, target.head_start + target.kv_heads)
-    return range(max(source.head_start, target.head_start), end)
 
 
 def whole_layer_bytes(geometry: Geometry, blocks: int) -> int:

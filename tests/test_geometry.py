@@ -86,6 +86,8 @@ def test_dense_strides(layout: str, strides: tuple[int, ...]) -> None:
     ("field", "value"),
     [
         *(("layers", value) for value in (0, -1, LAYERS_MAX + 1, True, 1.0, "3", None)),
+        *(("first_layer", value) for value in (-1, 1, True)),
+        *(("layers_total", value) for value in (2, -1, LAYERS_MAX + 1)),
         *(("kv_parts", value) for value in (0, 3)),
         *(("kv_heads", value) for value in (0, 2**40)),
         *(("kv_heads_total", value) for value in (3, -1)),
@@ -101,7 +103,7 @@ def test_dense_strides(layout: str, strides: tuple[int, ...]) -> None:
 def test_geometry_refuses_and_names_the_field(field: str, value: object) -> None:
     with pytest.raises(UsageError) as caught:
         geometry(**{field: value})
-    assert caught.value.fields["field"] in (field, "kv_heads_total")
+    assert caught.value.fields["field"] in (field, "kv_heads_total", "layers_total")
     with pytest.raises(UsageError):
         Geometry.from_dict({**geometry().to_dict(), field: value})
 
@@ -116,7 +118,8 @@ def test_every_field_must_be_there(missing: str) -> None:
 
 @pytest.mark.parametrize("travel", [through_json, through_msgpack])
 def test_round_trip(travel: Any) -> None:
-    wide = geometry(kv_heads_total=8, head_start=4, layout="BPHND", dtype="float8_e4m3")
+    stage = {"first_layer": 2, "layers_total": 6}
+    wide = geometry(kv_heads_total=8, head_start=4, layout="BPHND", dtype="float8_e4m3", **stage)
     assert Geometry.from_dict(travel(wide.to_dict())) == wide
     padded = CacheLayout(
         geometry=wide,
@@ -138,7 +141,8 @@ def test_round_trip(travel: Any) -> None:
         ("dtype", {"dtype": "bfloat16"}, {"dtype": "float8_e4m3"}),
         ("dtype", {"dtype": "bfloat16"}, {"dtype": "float16"}),
         ("head_size", {"head_size": 8}, {"head_size": 16}),
-        ("layers", {"layers": 3}, {"layers": 4}),
+        ("layers_total", {"layers": 3}, {"layers": 4}),
+        ("layers", {"layers_total": 6}, {"layers_total": 6, "first_layer": 3}),
         ("kv_parts", {"kv_parts": 1, "layout": "PBNHD"}, {"kv_parts": 2}),
         ("kv_heads_total", {"kv_heads_total": 4}, {"kv_heads_total": 8}),
         ("packing", {"packing": "kt"}, {}),
@@ -173,6 +177,7 @@ def test_what_may_differ() -> None:
     check_compatible(geometry(), geometry(layout="BPHND", block_tokens=64))
     check_compatible(geometry(kv_heads_total=8, head_start=4), geometry(kv_heads=2, kv_heads_total=8, head_start=6))
     check_compatible(geometry(), geometry(fingerprint=""))
+    check_compatible(geometry(layers_total=8, first_layer=5), geometry(layers=8))
 
 
 def test_the_operator_may_ignore_fingerprints_and_nothing_else() -> None:

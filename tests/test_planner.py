@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvxfer import planner
+from kvxfer.coverage import Box, box_of
 from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
 from kvxfer.planner import Batch, Plan, contiguous_layout, plan, whole_layer_bytes
@@ -44,26 +45,39 @@ def address(layout: CacheLayout, layer: int, part: int, block: int, slot: int, h
     return place.offset + flat * width
 
 
-def move_by_hand(side: Side, other: Side, memory: list[bytearray]) -> int:
-    """Copy every element that both sides name into ``memory``; returns how many bytes that were."""
+def move_by_hand(side: Side, other: Side, memory: list[bytearray], within: Box | None = None) -> int:
+    """Copy every element that both sides name (and the box, if there is one) into ``memory``; returns how many bytes
+    that were.
+    """
     ours, theirs = side.layout.geometry, other.layout.geometry
     width = ours.head_size * ITEM_BYTES[ours.dtype]
     tokens = set(range(side.table.first_token, side.table.first_token + side.table.tokens))
     tokens &= set(range(other.table.first_token, other.table.first_token + other.table.tokens))
     heads = set(range(ours.head_start, ours.head_start + ours.kv_heads))
     heads &= set(range(theirs.head_start, theirs.head_start + theirs.kv_heads))
-    for layer in range(ours.layers):
-        source = side.memory[side.layout.placements[layer].region]
-        target = memory[other.layout.placements[layer].region]
+    layers = set(range(ours.first_layer, ours.first_layer + ours.layers))
+    layers &= set(range(theirs.first_layer, theirs.first_layer + theirs.layers))
+    parts = set(range(ours.kv_parts))
+    if within is not None:
+        tokens, heads, layers, parts = (
+            here & set(axis)
+            for here, axis in zip(
+                (tokens, heads, layers, parts), (within.tokens, within.heads, within.layers, within.parts), strict=True
+            )
+        )
+    for layer in layers:
+        here, there = layer - ours.first_layer, layer - theirs.first_layer
+        source = side.memory[side.layout.placements[here].region]
+        target = memory[other.layout.placements[there].region]
         for token in tokens:
             block, slot = side.where(token)
             to_block, to_slot = other.where(token)
-            for part in range(ours.kv_parts):
+            for part in parts:
                 for head in heads:
-                    begin = address(side.layout, layer, part, block, slot, head - ours.head_start)
-                    to = address(other.layout, layer, part, to_block, to_slot, head - theirs.head_start)
+                    begin = address(side.layout, here, part, block, slot, head - ours.head_start)
+                    to = address(other.layout, there, part, to_block, to_slot, head - theirs.head_start)
                     target[to : to + width] = source[begin : begin + width]
-    return ours.layers * len(tokens) * ours.kv_parts * len(heads) * width
+    return len(layers) * len(tokens) * len(parts) * len(heads) * width
 
 
 @dataclass
@@ -80,7 +94,7 @@ class Side:
     def carry_out(self, made: Plan, other: Side) -> list[bytearray]:
         """What ``other``'s memory is after the plan; checks each batch on the way."""
         memory = [bytearray(part) for part in other.memory]
-        for layer in range(made.layers):
+        for layer in made.box.layers:
             for batch in made.layer(layer):
                 check_batch(batch)
                 source, target = self.memory[batch.source_region], memory[batch.target_region]
@@ -162,6 +176,23 @@ def draw_heads(rng: random.Random, total: int, near: range | None) -> range:
     return range(start, start + held)
 
 
+def draw_stage(rng: random.Random, total: int) -> dict[str, int]:
+    """All layers, or all but the first or the last: any two have a layer in common."""
+    stage = rng.choice((0, 0, 1, 2)) if total > 2 else 0
+    return {"layers": total - min(stage, 1), "first_layer": stage // 2, "layers_total": total}
+
+
+def draw_box(rng: random.Random, table: BlockTable) -> Box:
+    """Some of everything, around what a table names."""
+
+    def some(start: int, stop: int) -> range:
+        first, last = sorted((rng.randint(start, stop), rng.randint(start, stop)))
+        return range(first, last)
+
+    tokens = some(max(0, table.first_token - 8), table.first_token + table.tokens + 8)
+    return Box(layers=some(0, 3), parts=rng.choice((range(2), some(0, 2))), heads=some(0, 8), tokens=tokens)
+
+
 def draw_memory(rng: random.Random, layout: CacheLayout) -> list[bytearray]:
     needed = layout.region_bytes()
     return [bytearray(rng.randbytes(needed.get(region, 0) + rng.choice((0, 5)))) for region in range(max(needed) + 1)]
@@ -171,8 +202,8 @@ def draw_pair(rng: random.Random) -> tuple[Side, Side]:
     parts = rng.choice((1, 2, 2))
     total = rng.choice((1, 2, 4, 8))
     dtype, head_size = rng.choice((("uint8", 1), ("uint8", 3), ("bfloat16", 1), ("float32", 1)))
-    layers = rng.choice((1, 1, 2, 3))
-    common = {"layers": layers, "kv_parts": parts, "dtype": dtype, "head_size": head_size, "kv_heads_total": total}
+    layers_total = rng.choice((1, 1, 2, 3, 3))
+    common = {"kv_parts": parts, "dtype": dtype, "head_size": head_size, "kv_heads_total": total}
     base, sides = rng.choice((0, 0, 16, 40)), []
     near: range | None = None
     same_size = rng.random() < 0.3
@@ -184,6 +215,7 @@ def draw_pair(rng: random.Random) -> tuple[Side, Side]:
         order = order.replace("P", "") if parts == 1 and rng.random() < 0.5 else order
         shape = Geometry(
             **common,
+            **draw_stage(rng, layers_total),
             kv_heads=len(heads),
             head_start=heads.start,
             block_tokens=size,
@@ -207,16 +239,18 @@ def test_every_plan_equals_moving_element_by_element(seed: int) -> None:
     moved = number = 0
     while moved < MOVING_PAIRS_PER_SEED:
         number += 1
-        source, target = draw_pair(random.Random(f"{seed}/{number}"))
-        made = plan(source.layout, source.table, target.layout, target.table)
+        rng = random.Random(f"{seed}/{number}")
+        source, target = draw_pair(rng)
+        within = draw_box(rng, target.table) if rng.random() < 0.3 else None
+        made = plan(source.layout, source.table, target.layout, target.table, within=within)
         expected = [bytearray(part) for part in target.memory]
-        size = move_by_hand(source, target, expected)
+        size = move_by_hand(source, target, expected, within)
         assert source.carry_out(made, target) == expected, f"pair {seed}/{number}"
-        segments = sum(int(batch.segments[:, 2].sum()) for i in range(made.layers) for batch in made.layer(i))
+        segments = sum(int(batch.segments[:, 2].sum()) for i in made.box.layers for batch in made.layer(i))
         assert made.bytes == size == segments, f"pair {seed}/{number}"
         assert made.layer_bytes * made.layers == made.bytes
         moved += size > 0
-    assert number < 2 * MOVING_PAIRS_PER_SEED
+    assert number < 3 * MOVING_PAIRS_PER_SEED
 
 
 def test_the_reference_notices_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +348,22 @@ def test_ranks_together_fill_the_whole_cache() -> None:
     assert sum(end - begin for begin, end in written) == 30 * 2 * 8 * 16
 
 
+def test_stages_together_fill_the_whole_cache() -> None:
+    """Layers 0 to 2 and 3 to 7 into a cache of eight; a layer is asked for by its number in the model."""
+    target, table = dense(shape(layers=8), 4), BlockTable.of([3, 1], 30)
+    for first, count in ((0, 3), (3, 5)):
+        source = dense(shape(layers=count, first_layer=first, layers_total=8), 4)
+        made = plan(source, table, target, table)
+        assert (made.box.layers, made.layers, made.complete) == (range(first, first + count), count, False)
+        size = source.placements[1].offset if count > 1 else 0
+        for number in range(8):
+            if number not in made.box.layers:
+                assert (made.layer(number), made.fragments(number)) == ((), 0)
+                continue
+            begin, to, _ = rows(made, number)[0]
+            assert to - begin == first * size
+
+
 def test_stride_pairs_are_kept_within_a_limit() -> None:
     geometry = shape(layers=9, kv_parts=1)
     places = tuple(LayerPlacement(offset=i << 20, strides=(0, 1024 + i, 64, 16)) for i in range(9))
@@ -352,6 +402,16 @@ def test_packed_tiles_that_do_not_line_up_are_refused() -> None:
         plan(cache, BlockTable.of([1], 16), dense(packed(block_tokens=32), 4), BlockTable.of([1], 16))
     with pytest.raises(GeometryMismatch, match="packing"):
         plan(cache, BlockTable.of([1], 16), dense(shape(), 4), BlockTable.of([1], 16))
+
+
+def test_packed_tiles_are_not_divided_by_a_box() -> None:
+    cache, table = dense(packed(), 4), BlockTable.of([1, 2], 24)
+    whole = box_of(cache, table)
+    for tokens, moved in ((range(16), 1), (range(16, 24), 1), (range(64), 2)):
+        made = plan(cache, table, cache, BlockTable.of([3, 0], 24), within=replace(whole, tokens=tokens))
+        assert made.bytes == moved * 2 * 2048
+    with pytest.raises(GeometryMismatch, match="inside of one"):
+        plan(cache, table, cache, BlockTable.of([3, 0], 24), within=replace(whole, tokens=range(8)))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

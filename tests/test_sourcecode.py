@@ -48,6 +48,7 @@ LAYERS = (
         modules=(
             *(
                 "geometry",
+                "coverage",
                 "planner",
                 "block_parts",
                 "wire",

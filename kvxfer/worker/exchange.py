@@ -131,6 +131,9 @@ def complete_plan(
             source=f"{source_table.first_token}..{source_table.first_token + source_table.tokens}",
             target=f"{target_table.first_token}..{target_table.first_token + target_table.tokens}",
         )
+    for number in (target.geometry.layer_numbers.start, target.geometry.layer_numbers.stop - 1):
+        if number not in source.geometry.layer_numbers:
+            raise GeometryMismatch("the source does not hold every layer of the target", field="layers", layer=number)
     try:
         return plan(source, source_table, target, target_table, ignore_fingerprint=ignore_fingerprint)
     except UsageError as wrong:
@@ -167,7 +170,10 @@ class Reaching:
 def _pairs(cache: KVCache, peer: Posting) -> dict[int, list[MemoryKind]]:
     """Which of the peer's descriptors meet which kinds of memory of ours: each layer moves between its two places."""
     found: dict[int, list[MemoryKind]] = {}
-    for ours, theirs in zip(cache.layout.placements, peer.layout.placements, strict=False):
+    numbers, their_numbers = cache.layout.geometry.layer_numbers, peer.layout.geometry.layer_numbers
+    for number in range(max(numbers.start, their_numbers.start), min(numbers.stop, their_numbers.stop)):
+        ours = cache.layout.placements[number - numbers.start]
+        theirs = peer.layout.placements[number - their_numbers.start]
         kinds = found.setdefault(theirs.region, [])
         kind = cache.regions[ours.region].kind
         if kind not in kinds:
@@ -253,7 +259,7 @@ async def prepared_layer(
     plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
 ) -> list[LayerPart]:
     """`layer_parts` that never holds the loop for long."""
-    heavy = plan.fragments(layer) > SEGMENTS_INLINE_MAX
+    heavy = plan.fragments(cache.layout.geometry.first_layer + layer) > SEGMENTS_INLINE_MAX
     return await off_loop(heavy, layer_parts, plan, layer, kind, cache, peer, segments_max)
 
 
@@ -261,10 +267,10 @@ def layer_parts(
     plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
 ) -> list[LayerPart]:
     """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's
-    grant.
+    grant. ``layer`` is an index of our own cache.
     """
     parts = []
-    for batch in plan.layer(layer):
+    for batch in plan.layer(cache.layout.geometry.first_layer + layer):
         put = kind is OpKind.PUT
         local, remote = (
             (batch.source_region, batch.target_region) if put else (batch.target_region, batch.source_region)

@@ -31,7 +31,7 @@ TABLE = BlockTable.of(range(4), tokens=64)
 MISMATCHES: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "float8_e4m3"},
     "head_size": {"head_size": 16},
-    "layers": {"layers": 4},
+    "layers_total": {"layers": 4},
     "kv_heads_total": {"kv_heads_total": 4},
     "kv_parts": {"kv_parts": 1},
 }
