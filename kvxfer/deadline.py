@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from kvxfer.errors import KvxferError, TransferTimeout, UsageError
 
 TIMEOUT_S_MAX = 7 * 24 * 3600.0
+# Where a call was when its deadline passed: `fields["state"]` of its error.
+CONNECTING = "connecting"  # the daemon, the other node or the other side's memory is being reached
+ANSWER = "waiting for an answer"  # the request was sent: to the daemon, and through it perhaps to another node
+OTHER_SIDE = "waiting for the other side"  # which has sent, or claimed, nothing yet
+ROOM = "waiting for room"  # in a window, a queue or the engine
+TRANSFERRING = "transferring"
+NOTIFYING = "notifying"  # the bytes are there, the other side is being told
 ANSWER_S = 0.25  # what an answer may take that follows a wait
 
 
@@ -30,11 +37,11 @@ class Deadline:
         """Seconds left, never negative."""
         return max(0.0, self.at - asyncio.get_running_loop().time())
 
-    def require(self, what: str) -> float:
-        """Seconds left; raises `TransferTimeout` naming ``what`` when there are none."""
+    def require(self, what: str, state: str) -> float:
+        """Seconds left; raises `TransferTimeout` naming ``what`` and the ``state`` of the call when there are none."""
         left = self.remaining()
         if left <= 0:
-            raise TransferTimeout(f"the deadline passed before {what}")
+            raise TransferTimeout(f"the deadline passed before {what}", state=state)
         return left
 
     def wait(self, wait_s: float) -> float:
@@ -43,19 +50,19 @@ class Deadline:
         return max(0.0, min(wait_s, left - min(ANSWER_S, left / 4)))
 
     @asynccontextmanager
-    async def bound(self, what: str) -> AsyncIterator[asyncio.Timeout]:
-        """End the block when the deadline passes, with a `TransferTimeout` naming ``what``.
+    async def bound(self, what: str, state: str) -> AsyncIterator[asyncio.Timeout]:
+        """End the block when the deadline passes, with a `TransferTimeout` naming ``what`` and the ``state``.
 
         Whoever has better reasons to end it earlier reschedules what it yields.
         """
-        limit = asyncio.timeout(self.require(what))
+        limit = asyncio.timeout(self.require(what, state))
         try:
             async with limit:
                 yield limit
         except TimeoutError as late:
             if not limit.expired() or isinstance(late, KvxferError):
                 raise
-            raise TransferTimeout(f"the deadline passed before {what}") from None
+            raise TransferTimeout(f"the deadline passed before {what}", state=state) from None
 
 
 def seconds(value: object, field: str, *, least: float | None = None, limit_s: float = TIMEOUT_S_MAX) -> float:

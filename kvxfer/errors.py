@@ -408,9 +408,15 @@ _NAMED: Mapping[str, type] = {
 
 
 def ended_by_other(code: str, message: str) -> KvxferError:
-    """Why a flow ended that the other side ended, or the daemon of either when it was told to stop."""
+    """Why a flow ended that the other side ended, or the daemon of either when it was told to stop.
+
+    What was a mistake of the other side's caller (its client was closed, its push was left early) is not one of ours:
+    the flow was cancelled.
+    """
     if code == PeerDraining.code:
         return TransferCancelled(message, by="draining")
+    if issubclass(BY_CODE.get(code, TransferCancelled), UsageError):
+        return TransferCancelled(message, by="peer", why=code)
     return from_code(code or TransferCancelled.code, message, by="peer")
 
 

@@ -6,17 +6,18 @@ import asyncio
 
 import pytest
 
-from kvxfer.deadline import TIMEOUT_S_MAX, Deadline, seconds
+from kvxfer.deadline import ANSWER, ROOM, TIMEOUT_S_MAX, Deadline, seconds
 from kvxfer.errors import TransferTimeout, UsageError
 
 
 async def test_time_runs_out_once() -> None:
     deadline = Deadline.after(0.02)
-    assert 0 < deadline.require("it began") <= 0.02 + 1e-9  # rounding
+    assert 0 < deadline.require("it began", ANSWER) <= 0.02 + 1e-9  # rounding
     await asyncio.sleep(0.03)
     assert deadline.remaining() == 0
-    with pytest.raises(TransferTimeout, match="it began"):
-        deadline.require("it began")
+    with pytest.raises(TransferTimeout, match="it began") as found:
+        deadline.require("it began", ANSWER)
+    assert found.value.fields["state"] == ANSWER
 
 
 @pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf"), None, "5", True, TIMEOUT_S_MAX * 2])
@@ -38,14 +39,15 @@ def test_seconds_are_positive_finite_and_bounded(bad: object) -> None:
 
 
 async def test_a_block_ends_with_the_deadline_and_says_what_it_waited_for() -> None:
-    with pytest.raises(TransferTimeout, match="the moon rose"):
-        async with Deadline.after(0.01).bound("the moon rose"):
+    with pytest.raises(TransferTimeout, match="the moon rose") as found:
+        async with Deadline.after(0.01).bound("the moon rose", ROOM):
             await asyncio.sleep(5)
+    assert found.value.fields["state"] == ROOM
     with pytest.raises(TransferTimeout, match="inside"):
-        async with Deadline.after(5).bound("outside"):
+        async with Deadline.after(5).bound("outside", ROOM):
             raise TransferTimeout("inside")
     with pytest.raises(TimeoutError, match="somebody's own"):
-        async with Deadline.after(5).bound("outside"):
+        async with Deadline.after(5).bound("outside", ROOM):
             raise TimeoutError("somebody's own")
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from kvxfer.deadline import ANSWER
 from kvxfer.errors import KvxferError, TooManyPending, TransferTimeout
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -112,4 +113,4 @@ class Requests:
     def _give_up(self, waiting: _Waiting, peer: str) -> None:
         if not waiting.future.done():
             text = f"no reply to {waiting.what} before the deadline"
-            waiting.future.set_exception(TransferTimeout(text, peer=peer))
+            waiting.future.set_exception(TransferTimeout(text, peer=peer, state=ANSWER))

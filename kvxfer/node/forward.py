@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from kvxfer.config import Config
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import ANSWER, Deadline
 from kvxfer.errors import (
     NOT_TOLD,
     ClosedError,
@@ -182,7 +182,7 @@ class Forwarder:
             if link.closed.done():  # what it would claim now, nobody could use, nor anybody else
                 raise ClosedError("the worker that asked has ended", peer=link.name)
             try:
-                reply = await peer.request(request, timeout=deadline.require("the peer answered"))
+                reply = await peer.request(request, timeout=deadline.require("the peer answered", ANSWER))
             except PeerError:
                 if not repeats or not peer.closed.done():
                     raise
@@ -244,7 +244,7 @@ class Forwarder:
         deadline = Deadline.after(self._config.connect_s + REPLY_MARGIN_S)
         try:
             peer = await self._link_to(action, deadline)
-            await peer.request(message, timeout=deadline.require("the peer was told"))
+            await peer.request(message, timeout=deadline.require("the peer was told", ANSWER))
         finally:
             self._dispatcher.follow_node(action.node_id)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvxfer.config import Config
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
@@ -189,7 +189,9 @@ class Pool:
                     return peer.link
                 return await asyncio.shield(peer.connecting or self._connect(peer))
         except TimeoutError:
-            raise TransferTimeout("the deadline passed while connecting to the peer", peer=peer.key) from None
+            raise TransferTimeout(
+                "the deadline passed while connecting to the peer", peer=peer.key, state=CONNECTING
+            ) from None
 
     def preconnect(self, addresses: Sequence[str], node_id: str = "") -> None:
         """Connect now and stay connected: a lost link is made again with growing back-off. Raises `UsageError`."""

@@ -295,7 +295,7 @@ class Book:
         claim = posting.claims.get(key[1]) if posting is not None else None
         if claim is None or claim.session != session:
             return []
-        return self._settle(now, claim, "lost", PeerLost.code, NEVER_ARRIVED, tell=True)
+        return self._settle(now, claim, "lost", UnknownTransfer.code, NEVER_ARRIVED, tell=True)
 
     def stop_waiting(self, party: Party) -> None:
         """The link of these waiters is gone; nobody needs an answer."""

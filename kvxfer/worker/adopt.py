@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvxfer.dataplane.mapped import DeviceMemory, map_device, map_host
 from kvxfer.dataplane.ways import Import
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     ClosedError,
@@ -106,7 +106,7 @@ class Adoption:
         descriptor: RemoteDescriptor | None = None
         try:
             descriptor, self.device, self.layout, self.table = _parse(body)
-            async with deadline.bound("the landing was mapped"):
+            async with deadline.bound("the landing was mapped", CONNECTING):
                 await self._map(descriptor)
             self._descriptor = descriptor
             if self._lost is not None:

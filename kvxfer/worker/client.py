@@ -236,22 +236,30 @@ class Client(ClientLife):
 
     async def send(self, node: Node, channel: str, data: bytes, *, timeout: float | None = None) -> None:
         """Put a small message into a channel of another node's mailbox; returns when it is there."""
-        await self._boxes.send(as_node(node), channel, data, self._deadline(timeout))
+        await self._boxes.send(as_node(node), channel, data, self.deadline(timeout))
 
     async def recv(self, channel: str, *, timeout: float | None = None) -> bytes:
         """The next message of a channel of this node."""
-        return await self._boxes.recv(channel, self._deadline(timeout))
+        return await self._boxes.recv(channel, self.deadline(timeout))
 
-    async def share(self, region: Region, name: str, access: str = "rw", *, lease_s: float | None = None) -> Share:
+    async def share(
+        self,
+        region: Region,
+        name: str,
+        access: str = "rw",
+        *,
+        lease_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Share:
         """Give a region a name under which other nodes find its descriptor (`lookup`)."""
-        return await share_region(self, region, name, access, self._lease(lease_s))
+        return await share_region(self, region, name, access, self._lease(lease_s), self.deadline(timeout))
 
     async def lookup(
         self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
     ) -> RemoteDescriptor:
         """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
         wait_s = seconds(wait_s, "wait_s", least=0.0)
-        return await lookup_descriptor(self, as_node(node), name, wait_s, self._deadline(timeout))
+        return await lookup_descriptor(self, as_node(node), name, wait_s, self.deadline(timeout))
 
     # -- whole caches -----------------------------------------------------------------------------------------
 
@@ -315,8 +323,15 @@ class Client(ClientLife):
         *,
         lease_s: float | None = None,
         consumers: int = 1,
+        retryable: bool = False,
+        timeout: float | None = None,
     ) -> Publication:
-        """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``."""
+        """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``.
+
+        A consumer that died, failed or was cancelled counts like one that has read: when the last one has ended, so has
+        the publication, and its blocks are free. With ``retryable=True`` only those who have read or released it count,
+        and others may come in place of the rest until the lease ends. ``timeout``: for the ticket to be made.
+        """
         return Publication(
             self,
             _request_id(request_id),
@@ -324,6 +339,8 @@ class Client(ClientLife):
             table,
             lease_s=self._lease(lease_s),
             consumers=consumers,
+            retryable=retryable,
+            timeout=self._timeout(timeout),
             check=self.config.integrity,
         )
 
@@ -356,7 +373,7 @@ class Client(ClientLife):
         while len(self._released) > RELEASED_MAX:
             self._released.popitem(last=False)
         try:
-            await release_unread(self, found, self._deadline(timeout))
+            await release_unread(self, found, self.deadline(timeout))
         except BaseException:
             self._released.pop(found.posting, None)  # it may be tried again
             raise

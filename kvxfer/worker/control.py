@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from kvxfer.config import Config
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import ANSWER, CONNECTING, Deadline
 from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
@@ -216,8 +216,9 @@ class Control:
                 async with asyncio.timeout(deadline.remaining()):
                     await self._up.wait()
             except TimeoutError as late:
+                hint = "is `kvxfer serve` running on this node?"
                 raise DaemonUnavailable(
-                    "the local daemon is not reachable", peer=self._path, hint="is `kvxfer serve` running on this node?"
+                    "the local daemon is not reachable", peer=self._path, hint=hint, state=CONNECTING
                 ) from late
         if self._closed:
             raise ClosedError("the client is closed")
@@ -241,20 +242,31 @@ class Control:
     async def request(self, message: m.Message, deadline: Deadline) -> m.Message:
         """Ask the daemon; the reply, or the typed error that it or the other node answered."""
         link = await self.link(deadline)
-        return await link.request(message, timeout=deadline.require("the daemon answered"))
+        return await link.request(message, timeout=deadline.require("the daemon answered", ANSWER))
 
     # -- postings ---------------------------------------------------------------------------------------------
 
     async def post(
-        self, kind: str, key: str, body: bytes, *, lease_s: float, claims_max: int, on_event: EventCallback
+        self,
+        kind: str,
+        key: str,
+        body: bytes,
+        *,
+        lease_s: float,
+        claims_max: int,
+        on_event: EventCallback,
+        deadline: Deadline | None = None,
     ) -> PostingHandle:
-        """Post something for others to claim. Cancelled or failed: nothing stays posted."""
+        """Post something for others to claim, within `timeout_s` unless there is a ``deadline``.
+
+        Cancelled or failed: nothing stays posted, also when the daemon answers later.
+        """
         message = m.Post(kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max)
         handle = PostingHandle(message, on_event)
-        deadline = Deadline.after(self._config.timeout_s)
+        deadline = deadline or Deadline.after(self._config.timeout_s)
         try:
             link = await self.link(deadline)
-            await self._post_on(link, handle, deadline.require("the daemon answered"))
+            await self._post_on(link, handle, deadline.require("the daemon answered", ANSWER))
         except BaseException:
             # Posted just now: withdrawn now. A reply that is still on its way is withdrawn when it comes.
             self.withdraw_in_background(handle, "cancelled")
@@ -284,9 +296,9 @@ class Control:
         for event in self._early.pop((reply.posting, 0), ()):
             self._on_posting_event(event)
 
-    async def renew(self, handle: PostingHandle, lease_s: float) -> None:
+    async def renew(self, handle: PostingHandle, lease_s: float, deadline: Deadline) -> None:
         """Extend a lease to ``lease_s`` from now."""
-        await self.request(m.Renew(posting=handle.posting, lease_s=lease_s), Deadline.after(self._config.timeout_s))
+        await self.request(m.Renew(posting=handle.posting, lease_s=lease_s), deadline)
         handle.message = replace(handle.message, lease_s=lease_s)
 
     def withdraw_in_background(self, handle: PostingHandle, reason: str) -> None:
@@ -299,18 +311,22 @@ class Control:
     # -- claims -------------------------------------------------------------------------------------------------
 
     async def claim(
-        self, message: m.Claim | m.Land, deadline: Deadline, on_event: EventCallback
+        self, message: m.Claim | m.Land, deadline: Deadline, on_event: EventCallback, *, finish: bool = False
     ) -> tuple[ClaimHandle, bytes]:
-        """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled."""
+        """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled.
+
+        ``finish``: a cancelled claim is not given up on its way but made and settled, so that its owner hears of it.
+        """
         link = await self.link(deadline)
         message = replace(message, engine_id=self._facts.engine_id)
-        timeout = deadline.require("the offer was claimed")
+        timeout = deadline.require("the claim was answered", ANSWER)
         pending = self._tasks.run(link.request(message, timeout=timeout), "claim")
         try:
             reply = await shared(pending)
         except asyncio.CancelledError:
             pending.add_done_callback(lambda done: self._claimed_too_late(message.node, done))
-            pending.cancel()  # it gives the claim up; one that was granted on the way is settled when that arrives
+            if not finish:
+                pending.cancel()  # it gives the claim up; one that was granted on the way is settled when that arrives
             raise
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)

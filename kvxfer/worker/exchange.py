@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 import numpy as np
 
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
@@ -151,7 +151,7 @@ class Reaching:
         """Import all of the peer's memory; the names of the transports that will carry the bytes."""
         names: dict[str, None] = {}
         try:
-            async with deadline.bound("the other side's memory was reached") as self._limit:
+            async with deadline.bound("the other side's memory was reached", CONNECTING) as self._limit:
                 for theirs, kinds in _pairs(cache, peer).items():
                     for kind in kinds:
                         names[(await plane.prepare(peer.descriptors[theirs], kind, check=peer.check)).name] = None

@@ -201,7 +201,8 @@ class ClientLife:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
         return self._mailboxes
 
-    def _deadline(self, timeout: float | None) -> Deadline:
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Of a call that begins now; ``timeout`` None: the configuration's `timeout_s`."""
         return Deadline.after(self.config.timeout_s if timeout is None else timeout)
 
     def _timeout(self, timeout: float | None) -> float:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvxfer.config import CHANNEL_CHARS_MAX, Config
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import OTHER_SIDE, Deadline
 from kvxfer.errors import ClosedError, KvxferError, PeerBackpressure, UsageError
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
@@ -113,7 +113,7 @@ class Mailboxes:
         box.wake()
         self._follow(channel, box)
         try:
-            async with deadline.bound(f"a message came in channel {channel!r}"):
+            async with deadline.bound(f"a message came in channel {channel!r}", OTHER_SIDE):
                 await turn
             data = box.mail.popleft()
             box.size -= len(data)

@@ -7,7 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import OTHER_SIDE, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import BusyError, ClosedError, KvxferError, PeerLost, TransferTimeout, UsageError
 from kvxfer.native.engine import Event, EventKind
@@ -68,7 +68,7 @@ class Notifications:
                 self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=deadline.remaining())
             if not self._values and self._error is None and not deadline.remaining():
-                raise TransferTimeout(f"no notification within {timeout:g} s")
+                raise TransferTimeout(f"no notification within {timeout:g} s", state=OTHER_SIDE)
         return self._values.popleft()
 
     def _on_event(self, event: Event) -> None:

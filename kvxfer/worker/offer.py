@@ -12,6 +12,7 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline
 from kvxfer.errors import (
     ClosedError,
     KvxferError,
@@ -36,6 +37,9 @@ from kvxfer.worker.exchange import Posting
 
 if TYPE_CHECKING:
     from kvxfer.worker.client import Client
+
+# A pusher that ends closes its data connection at once; why it ended comes through two daemons, a little later.
+WHY_S = 1.0
 
 
 class Landing:
@@ -71,6 +75,8 @@ class Landing:
         self._arrived: deque[int] = deque()
         self._seen: set[int] = set()
         self._claim = 0
+        self._orphaned = False  # nobody can say through the daemons what becomes of the pusher
+        self._vanished: asyncio.TimerHandle | None = None
         self._error: KvxferError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -92,6 +98,7 @@ class Landing:
         self._cache.check_table(table)
         self._span = self._client.ledger.acquire(first.id, table.blocks, f"offer {self.request_id}")
         self._entered = True
+        deadline = Deadline.after(self._timeout)
         try:
             self._client.enter(self, self._fail)
             descriptors = []
@@ -103,7 +110,13 @@ class Landing:
             body = await Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).send()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
             self._posting = await self._client.control.post(
-                "offer", self.request_id, body, lease_s=self._lease_s, claims_max=1, on_event=self._on_posting
+                "offer",
+                self.request_id,
+                body,
+                lease_s=self._lease_s,
+                claims_max=1,
+                on_event=self._on_posting,
+                deadline=deadline,
             )
         except BaseException as error:
             self._fail(error if isinstance(error, KvxferError) else ClosedError("the offer was not made"))
@@ -180,7 +193,7 @@ class Landing:
         if self._closed:
             return
         if event.kind == EventKind.GRANT_LOST:
-            self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
+            self._pusher_vanished()
             return
         tag = tags.unpack(event.tag)
         if tag.claim == 0 or (self._claim and tag.claim != self._claim):
@@ -199,6 +212,21 @@ class Landing:
         else:
             self._unexpected(tag, "not_of_a_push")
         self._wake()
+
+    def _pusher_vanished(self) -> None:
+        """Its connection has ended. Whether it was cancelled, failed or died is what the daemons say, if they can."""
+        if self._orphaned or not self._claim or not self._client.control.connected:
+            self._lost()
+        elif self._vanished is None:
+            self._vanished = asyncio.get_running_loop().call_later(WHY_S, self._lost)
+
+    def _lost(self) -> None:
+        self._vanished = None
+        if not self._attached():  # else it has come back over another connection
+            self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
+
+    def _attached(self) -> bool:
+        return any(self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants)
 
     def _unexpected(self, tag: tags.Tag, reason: str) -> None:
         self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), reason)
@@ -233,12 +261,12 @@ class Landing:
             self._fail_if_not_committed(LeaseExpired(f"the offer {self.request_id} ran out", lease_s=self._lease_s))
         elif event.what == "withdrawn":
             self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
-        elif event.what == "orphaned" and not any(
-            self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants
-        ):
-            self._fail_if_not_committed(
-                PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen))
-            )
+        elif event.what == "orphaned":
+            self._orphaned = True
+            if not self._attached():
+                self._fail_if_not_committed(
+                    PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen))
+                )
 
     def _deadline_fired(self) -> None:
         self._timer = None
@@ -249,6 +277,7 @@ class Landing:
                 kind(
                     f"the push of {self.request_id} did not commit within {self._timeout:g} s",
                     layers_arrived=len(self._seen),
+                    state=TRANSFERRING if self._claim else OTHER_SIDE,
                 )
             )
 
@@ -297,9 +326,10 @@ class Landing:
             self._client.control.withdraw_in_background(posting, "committed" if self.committed else ended_by)
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._vanished):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._vanished = None
 
     async def _changed(self) -> None:
         if self._waiter is None or self._waiter.done():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer, settle_within
-from kvxfer.deadline import Deadline, seconds
+from kvxfer.deadline import NOTIFYING, OTHER_SIDE, TRANSFERRING, Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     BusyError,
@@ -44,15 +44,17 @@ if TYPE_CHECKING:
 
 LAYERS_IN_FLIGHT_MAX = 8
 LEASE_MARGIN_S = 0.25  # the daemon, whose clock counts, is asked first
-RELEASED, EXPIRED, WITHDRAWN = "released", "expired", "withdrawn"
+ORPHAN_S = 0.5  # how often the data path is asked about a consumer of whom no daemon can tell
+RELEASED, ABANDONED, EXPIRED, WITHDRAWN = "released", "abandoned", "expired", "withdrawn"
 
 
 class Publication:
     """``async with client.publish(...) as ticket``: the blocks stay readable inside the block.
 
-    Leaving it normally waits until every consumer has released it or the lease ran out; leaving it by an exception
-    withdraws it at once. ``outcome`` then says "released", "expired" or "withdrawn". `to_dict` and `to_json` are what
-    a router carries.
+    Leaving it normally waits until every consumer has ended or the lease ran out; leaving it by an exception withdraws
+    it at once. ``outcome`` then says "released" (all have read or released it), "abandoned" (at least one of them died,
+    failed or was cancelled: ``error`` has the first one's reason), "expired" or "withdrawn". `to_dict` and `to_json`
+    are what a router carries.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Publication:
         *,
         lease_s: float,
         consumers: int,
+        retryable: bool,
+        timeout: float,
         check: bool,
     ) -> None:
         good = isinstance(consumers, int) and not isinstance(consumers, bool) and 1 <= consumers <= tags.CLAIM_MAX
@@ -79,16 +83,22 @@ class Publication:
         self._table = table
         self._lease_s = lease_s
         self._consumers = consumers
+        self._retryable = retryable
+        self._timeout = timeout
         self._check = check
         self._grants: list[tuple[Region, int]] = []
         self._posting: PostingHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._claims: set[int] = set()  # announced by the daemon and not ended without success
         self._released_by: set[int] = set()
+        self._ended_without = 0  # claims that count although nothing was read
+        self._orphans: set[int] = set()  # claims of which no daemon can tell
+        self._orphan_timer: asyncio.TimerHandle | None = None
         self._ended: asyncio.Future[str] | None = None
         self._quiet: list[asyncio.Future[Any]] = []
         self.request_id = request_id
         self.outcome = ""
+        self.error: KvxferError | None = None
 
     @property
     def ticket(self) -> Ticket:
@@ -121,6 +131,7 @@ class Publication:
         self._cache.require(plane)
         self._cache.check_table(self._table, may_repeat=True)
         self._ended = asyncio.get_running_loop().create_future()
+        deadline = Deadline.after(self._timeout)
         try:
             self._client.enter(self, self._client_closed)
             descriptors = []
@@ -139,6 +150,7 @@ class Publication:
                 lease_s=self._lease_s,
                 claims_max=self._consumers,
                 on_event=self._on_posting,
+                deadline=deadline,
             )
         except BaseException:
             self._end(WITHDRAWN)
@@ -159,11 +171,12 @@ class Publication:
         if waiting:
             await asyncio.wait(waiting, timeout=self._client.config.cancel_s)
 
-    async def renew(self, lease_s: float) -> None:
-        """Let the ticket live for another ``lease_s`` seconds from now."""
+    async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
+        """Let the ticket live for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``."""
         if self._posting is None:
             raise UsageError("a publication can be renewed inside its block only")
-        await self._client.control.renew(self._posting, seconds(lease_s, "lease_s"))
+        deadline = self._client.deadline(timeout)
+        await self._client.control.renew(self._posting, seconds(lease_s, "lease_s"), deadline)
         if not self.outcome:
             self._arm(lease_s)
 
@@ -177,15 +190,18 @@ class Publication:
         self._client.plane.drain()
         self._end(EXPIRED)
 
-    async def wait_released(self) -> str:
-        """Wait for the end: "released" (every consumer is done), "expired" or "withdrawn"."""
+    async def wait_released(self, *, timeout: float | None = None) -> str:
+        """Wait for the end, by default as long as the lease; returns the outcome. Raises `TransferTimeout`."""
         if self._ended is None:
             raise UsageError("a publication is waited for inside its block only")
-        return await asyncio.shield(self._ended)
+        if timeout is None:
+            return await asyncio.shield(self._ended)
+        async with Deadline.after(timeout).bound(f"the ticket of {self.request_id} was released", OTHER_SIDE):
+            return await asyncio.shield(self._ended)
 
     def _on_data(self, event: Event) -> None:
         if event.kind == EventKind.GRANT_LOST:
-            return  # a consumer vanished; another may come until the lease ends
+            return  # the daemons say whose end that was; of whom they cannot tell, `_look_at_orphans` finds out
         tag = tags.unpack(event.tag)
         if tag.kind != tags.RELEASE:
             self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), "not_of_a_pull")
@@ -202,7 +218,9 @@ class Publication:
             self._release(event.claim)
         elif event.what in ("settled", "lost"):
             self._client.plane.drain()  # a release that came first counts
-            self._claims.discard(event.claim)
+            self._consumer_ended(event.claim, event.code, event.detail)
+        elif event.what == "orphaned":
+            self._orphaned(event.claim)
         elif event.what == "expired":
             self._client.plane.drain()
             self._end(EXPIRED)
@@ -219,15 +237,54 @@ class Publication:
         if self.outcome:
             return
         self._released_by.add(claim)
-        if len(self._released_by) >= self._consumers:
+        self._orphans.discard(claim)
+        self._end_if_over()
+
+    def _consumer_ended(self, claim: int, code: str, detail: str) -> None:
+        """Without having read. A claim that its claimant never heard of is none; another one was made in its place."""
+        counts = claim in self._claims and claim not in self._released_by and code != UnknownTransfer.code
+        self._claims.discard(claim)
+        self._orphans.discard(claim)
+        if not counts or self._retryable or self.outcome:
+            return
+        self._ended_without += 1
+        if self.error is None:
+            self.error = ended_by_other(code, f"a consumer of {self.request_id} ended: {detail or code}")
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """Nobody reads any more, and nobody is expected to."""
+        read = len(self._released_by)
+        if read >= self._consumers:
             self._end(RELEASED)
+        elif read + self._ended_without >= self._consumers and self._claims <= self._released_by:
+            self._end(ABANDONED)
+
+    def _orphaned(self, claim: int) -> None:
+        """The daemon of this consumer (0: our own, and so of all) is out of reach: the data path decides."""
+        claims = {claim} if claim else self._claims
+        self._orphans |= (claims & self._claims) - self._released_by
+        if self._orphans and self._orphan_timer is None:
+            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._look_at_orphans)
+
+    def _look_at_orphans(self) -> None:
+        self._orphan_timer = None
+        if self.outcome or self._client.closed:
+            return
+        self._client.plane.drain()
+        if not any(self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants):
+            for claim in tuple(self._orphans):
+                self._consumer_ended(claim, PeerLost.code, "it vanished, and so has the word of its daemon")
+        if self._orphans:
+            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._look_at_orphans)
 
     def _end(self, outcome: str) -> None:
         if self.outcome:
             return
         self.outcome = outcome
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._orphan_timer):
+            if timer is not None:
+                timer.cancel()
         self._client.leave(self)
         self._quiet = [region.take_back(grant) for region, grant in self._grants]
         if self._posting is not None:
@@ -291,7 +348,8 @@ class Pull:
     async def _claim_and_read(self, deadline: Deadline) -> Pulled:
         ticket, control = self._ticket, self._client.control
         message = _claim_of(ticket)
-        claim, body = await control.claim(message, deadline, self._on_claim)
+        # Cancelled on the way, the publisher still has to hear that nobody will read.
+        claim, body = await control.claim(message, deadline, self._on_claim, finish=True)
         peer: Posting | None = None
         try:
             peer = await Posting.receive(body)
@@ -333,7 +391,7 @@ class Pull:
             ]
             self._raise_if_failed()
             if parts:
-                left = deadline.require(f"layer {layer} was read")
+                left = deadline.require(f"layer {layer} was read", TRANSFERRING)
                 transfer = self._client.plane.start(parts, timeout=left, peer=self._ticket.request_id)
                 self._running.append(transfer)
                 waiting.append((layer, transfer))
@@ -360,7 +418,7 @@ class Pull:
             descriptor=peer.descriptors[0],
             notify=(tags.pack(tags.RELEASE, claim.claim, 0), 0),
         )
-        left = deadline.require("the publisher was released")
+        left = deadline.require("the publisher was released", NOTIFYING)
         try:
             await self._client.plane.start([notice], timeout=left, peer=self._ticket.request_id)
         except (TransferError, PeerError):

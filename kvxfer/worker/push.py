@@ -17,7 +17,7 @@ import numpy as np
 
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer, settle_within
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import NOTIFYING, ROOM, TRANSFERRING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     ClosedError,
@@ -134,7 +134,7 @@ class Push:
         started = False
         try:
             parts = await prepared_layer(plan, index, OpKind.PUT, self._cache, peer, self._client.config.segments_max)
-            async with deadline.bound(f"there was room for layer {index}"):
+            async with deadline.bound(f"there was room for layer {index}", ROOM):
                 await self._room.acquire()
             try:
                 self._raise_if_failed()
@@ -239,7 +239,7 @@ class Push:
             )
             for part in parts
         ] or [self._bare_notification(tag, 0)]
-        left = deadline.require(f"layer {index} was written")
+        left = deadline.require(f"layer {index} was written", TRANSFERRING)
         transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
         self._running[transfer] = None
         transfer.on_settled(partial(self._layer_settled, index))
@@ -262,7 +262,7 @@ class Push:
         if done.error is not None or self._error is not None or self._deadline is None:
             return
         try:
-            self._notify(tag, 0, self._deadline.require("the other side was told"))
+            self._notify(tag, 0, self._deadline.require("the other side was told", NOTIFYING))
         except KvxferError as error:
             self._fail(error)
 
@@ -299,7 +299,7 @@ class Push:
             )
         await self._drain_running()
         tag = tags.pack(tags.COMMIT, self._claim.claim, 0)
-        left = self._deadline.require("the push was committed")
+        left = self._deadline.require("the push was committed", NOTIFYING)
         self._committing = True
         try:
             await self._notify(tag, len(self._layers), left)

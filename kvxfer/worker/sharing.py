@@ -32,11 +32,11 @@ class Share:
         self.ended = ""
         self.descriptor = region.lend(access, self._region_released)
 
-    async def _post(self, name: str, lease_s: float) -> None:
+    async def _post(self, name: str, lease_s: float, deadline: Deadline) -> None:
         body: bytes = msgpack.packb(self.descriptor.to_dict())
         try:
             self._handle = await self._client.control.post(
-                "region", name, body, lease_s=lease_s, claims_max=0, on_event=self._on_event
+                "region", name, body, lease_s=lease_s, claims_max=0, on_event=self._on_event, deadline=deadline
             )
         except BaseException:
             if not self._client.closed:
@@ -62,11 +62,12 @@ class Share:
         if event.what in ("expired", "withdrawn"):
             self.ended = event.what
 
-    async def renew(self, lease_s: float) -> None:
-        """Keep the name for another ``lease_s`` seconds."""
+    async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
+        """Keep the name for another ``lease_s`` seconds; the daemon has to say so within ``timeout``."""
         if self._handle is None:
             raise UsageError("this share was withdrawn")
-        await self._client.control.renew(self._handle, seconds(lease_s, "lease_s"))
+        deadline = self._client.deadline(timeout)
+        await self._client.control.renew(self._handle, seconds(lease_s, "lease_s"), deadline)
 
     async def __aenter__(self) -> Share:
         return self
@@ -77,12 +78,14 @@ class Share:
         await self.withdraw()
 
 
-async def share_region(client: Client, region: Region, name: str, access: str, lease_s: float) -> Share:
+async def share_region(
+    client: Client, region: Region, name: str, access: str, lease_s: float, deadline: Deadline
+) -> Share:
     """See `Client.share`."""
     _check_name(name)
     region.require(client.plane)
     share = Share(client, region, access)
-    await share._post(name, lease_s)
+    await share._post(name, lease_s, deadline)
     return share
 
 

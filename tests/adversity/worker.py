@@ -70,7 +70,7 @@ class Worker:
     async def publish(self, request: str, to: list[str]) -> dict[str, Any]:
         async with self.client.publish(request, self.cache, self.table, lease_s=4) as ticket:
             await self.client.send(to, request, ticket.to_json().encode(), timeout=4)
-        return {"outcome": ticket.outcome}
+        return {"outcome": ticket.outcome, "claimed": bool(ticket._claims or ticket._released_by or ticket.error)}
 
     async def pull(self, request: str) -> dict[str, Any]:
         ticket = await self.client.recv(request, timeout=4)

@@ -275,7 +275,7 @@ class Actor(Many, Mail, Load):
         async with self.client.publish(name, self.caches[cache], self._table(blocks), **how) as ticket:
             self.tickets[name] = ticket
             made.set_result(ticket.to_dict())
-        return {"how": ticket.outcome}
+        return {"how": ticket.outcome, "why": ticket.error.code if ticket.error else ""}
 
     async def renew(self, name: str, lease_s: float) -> None:
         await self.tickets[name].renew(lease_s)

@@ -152,7 +152,7 @@ def test_after_a_lost_connection_the_claimants_node_is_asked_what_it_knows() -> 
     assert asked == Confirm(link="third", session="s1", claims=keys)
     assert bench.registry.never_arrived(0, "s2", keys) == [], "granted over another connection"
     ended = bench.checked(bench.registry.never_arrived(0, "s1", [keys[0], ("0" * 32, 1), (offer.posting, 9)]))
-    assert told(ended) == [("own", "lost", 1, "peer_lost")]
+    assert told(ended) == [("own", "lost", 1, "unknown_transfer")], "nobody ever held it"
     assert bench.registry.counts().claims == 1, "the other one is known there"
     assert bench.registry.never_arrived(0, "s1", [keys[0]]) == []
     answer = bench.claim("third")  # nobody else gets the place: what the peer says is no proof that nothing was written

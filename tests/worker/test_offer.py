@@ -9,7 +9,15 @@ import pytest
 
 from kvxfer.dataplane.plane import Part
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, ProtocolError, TransferCancelled, TransferTimeout, UsageError
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    UsageError,
+)
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire import tags
@@ -18,6 +26,7 @@ from kvxfer.worker.client import Client
 from kvxfer.worker.control import ClaimHandle
 from kvxfer.worker.exchange import Posting
 from kvxfer.worker.offer import Landing
+from tests.conftest import slack
 from tests.nodes import until
 
 TABLE = scattered(1, 8, 40, 16)
@@ -215,3 +224,66 @@ async def test_cancelled_after_the_commit_but_before_the_daemon_s_answer_it_give
             await entering
         await until(lambda: b.ledger.spans == ())
         await until(lambda: b.plane.engine.counters().grants == 0)
+
+
+def vanished(landing: Landing) -> None:
+    landing._on_data(Event(EventKind.GRANT_LOST, 0, 0, 1, 0, 0, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "wanted"),
+    [
+        ("cancelled", None, TransferCancelled),
+        ("failed", ClosedError("its client was closed"), TransferCancelled),
+        ("failed", UsageError("it was left early"), TransferCancelled),
+        ("failed", PeerLost("it died"), PeerLost),
+    ],
+)
+async def test_why_the_pusher_ended_is_told_although_its_connection_ended_first(
+    outcome: str, error: KvxferError | None, wanted: type[KvxferError]
+) -> None:
+    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
+        peer = await liar(a, b)
+        await until(lambda: landing._claim)
+        vanished(landing)
+        vanished(landing)
+        a.control.settle_in_background(peer.claim, outcome, error)
+        with pytest.raises(KvxferError) as found:
+            await asyncio.wait_for(landing.wait(), 5)
+        assert type(found.value) is wanted
+
+
+async def test_a_pusher_that_vanished_without_a_word_is_lost_within_two_seconds() -> None:
+    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
+        await liar(a, b)
+        await until(lambda: landing._claim)
+        vanished(landing)
+        with pytest.raises(PeerLost, match="vanished"):
+            await asyncio.wait_for(landing.wait(), 2 * slack())
+
+
+async def test_a_pusher_that_comes_back_over_another_connection_goes_on() -> None:
+    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
+        peer = await liar(a, b)
+        await until(lambda: landing._claim)
+        vanished(landing)
+        for layer in range(3):
+            await peer.say(tags.LAYER, 1, layer)
+        assert landing._vanished is not None
+        landing._vanished.cancel()
+        landing._lost()
+        await peer.say(tags.COMMIT, 1, value=3)
+        await asyncio.wait_for(landing.wait(), 5)
+
+
+async def test_a_pusher_of_whom_no_daemon_can_tell_is_lost_at_once() -> None:
+    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
+        peer = await liar(a, b)
+        await peer.say(tags.LAYER, 1, 0)
+        landing._on_posting(PostingEvent(posting="0" * 32, claim=1, what="orphaned"))
+        assert landing._error is None
+        a.plane.forget(peer.peer.descriptors[0])
+        await until(lambda: not landing._attached())
+        vanished(landing)
+        with pytest.raises(PeerLost):
+            await landing.wait()

@@ -11,11 +11,20 @@ import pytest
 import kvxfer
 from kvxfer.dataplane.plane import Part
 from kvxfer.deadline import Deadline
-from kvxfer.errors import ClosedError, TransferCancelled, UsageError
+from kvxfer.errors import (
+    ClosedError,
+    GeometryMismatch,
+    KvxferError,
+    PeerLost,
+    TransferCancelled,
+    TransferTimeout,
+    UnknownTransfer,
+    UsageError,
+)
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire import tags
-from kvxfer.wire.messages import Claim
+from kvxfer.wire.messages import Claim, PostingEvent
 from kvxfer.worker.client import Client
 from kvxfer.worker.control import ClaimHandle
 from kvxfer.worker.exchange import Posting
@@ -58,7 +67,7 @@ async def test_a_consumer_speaks_for_itself_only() -> None:
 async def test_a_consumer_that_fails_leaves_its_place_to_another(end: str) -> None:
     async with two_nodes(["shm"]) as (a, b):
         source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
-        async with a.publish("r", source, TABLE, consumers=2, lease_s=30) as ticket:
+        async with a.publish("r", source, TABLE, consumers=2, lease_s=30, retryable=True) as ticket:
             claim, peer = await claimed(b, ticket)
             b.control.settle_in_background(claim, end, None)
             await until(lambda: claim.claim not in ticket._claims)
@@ -125,7 +134,7 @@ async def test_a_callback_that_raises_ends_the_pull_and_frees_the_place() -> Non
             if layer == 1:
                 raise ZeroDivisionError
 
-        async with a.publish("r", source, TABLE) as ticket:
+        async with a.publish("r", source, TABLE, retryable=True) as ticket:
             with pytest.raises(ZeroDivisionError):
                 await b.pull(ticket, sink, TABLE, on_layer=bad)
             assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
@@ -190,3 +199,106 @@ async def test_releasing_what_is_over_does_nothing() -> None:
             raw = ticket.to_dict()
         assert ticket.outcome == "expired"
         await b.release(raw)
+
+
+ENDS: dict[str, tuple[KvxferError | None, type[KvxferError]]] = {
+    "failed": (GeometryMismatch("another shape"), GeometryMismatch),
+    "cancelled": (None, TransferCancelled),
+    "closed": (ClosedError("its client was closed"), TransferCancelled),
+    "died": (PeerLost("its worker ended"), PeerLost),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_the_end_of_the_only_consumer_frees_the_blocks_at_once(end: str) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source = await make_cache(a, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, lease_s=60) as ticket:
+            claim, _ = await claimed(b, ticket)
+            error, wanted = ENDS[end]
+            b.control.settle_in_background(claim, "cancelled" if error is None else "failed", error)
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
+            assert isinstance(ticket.error, wanted)
+        await until(lambda: a.plane.engine.counters().grants == 0)
+        with pytest.raises(UnknownTransfer):
+            await claimed(b, ticket)
+
+
+async def test_of_several_consumers_one_that_ends_counts_and_a_later_one_is_waited_for() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, consumers=2, lease_s=60) as ticket:
+            first, _ = await claimed(b, ticket)
+            b.control.settle_in_background(first, "cancelled", None)
+            await until(lambda: ticket.error is not None)
+            held, peer = await claimed(b, ticket)
+            late, _ = await claimed(b, ticket)  # the place that became free
+            await release(b, peer, held.claim)
+            await until(lambda: held.claim in ticket._released_by)
+            assert ticket.outcome == "", "somebody still reads"
+            b.control.settle_in_background(late, "done", None)
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "released"
+        async with a.publish("s", source, TABLE, consumers=2, lease_s=60) as ticket:
+            await b.pull(ticket, sink, TABLE)
+            claim, _ = await claimed(b, ticket)
+            b.control.settle_in_background(claim, "cancelled", None)
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
+
+
+@pytest.mark.parametrize("step", ["claiming", "reading"])
+async def test_a_cancelled_pull_releases_by_itself(step: str) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, lease_s=60) as ticket:
+            if step == "reading":
+                b.plane._reach._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
+            pulling = asyncio.ensure_future(b.pull(ticket.to_dict(), sink, TABLE))
+            if step == "reading":
+                await until(lambda: b.plane._reach._resolving)
+            else:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # the claim is on its way
+            pulling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pulling
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
+            assert isinstance(ticket.error, TransferCancelled)
+        await until(lambda: (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0))
+
+
+async def test_a_claim_that_never_arrived_is_no_consumer() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, lease_s=60) as ticket:
+            posting = ticket.ticket.posting
+            ticket._on_posting(PostingEvent(posting=posting, claim=9, what="claimed"))
+            ticket._on_posting(PostingEvent(posting=posting, claim=9, what="lost", code="unknown_transfer"))
+            assert (ticket.outcome, ticket.error) == ("", None)
+            await b.pull(ticket, sink, TABLE)
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "released"
+
+
+@pytest.mark.parametrize("claim", [1, 0], ids=["its daemon", "ours"])
+async def test_a_consumer_that_no_daemon_can_tell_of_is_looked_for_on_the_data_path(claim: int) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source = await make_cache(a, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, lease_s=60) as ticket:
+            _, peer = await claimed(b, ticket)
+            await b.plane.prepare(peer.descriptors[0])
+            ticket._on_posting(PostingEvent(posting=ticket.ticket.posting, claim=claim, what="orphaned"))
+            await asyncio.sleep(0.8)
+            assert ticket.outcome == "", "it is connected, and may go on"
+            b.plane.forget(peer.descriptors[0])
+            assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
+            assert isinstance(ticket.error, PeerLost)
+
+
+async def test_waiting_for_the_release_has_a_deadline_of_its_own_when_asked() -> None:
+    async with two_nodes(["shm"]) as (a, _):
+        source = await make_cache(a, small_geometry(), 8)
+        async with a.publish("r", source, TABLE, lease_s=60) as ticket:
+            with pytest.raises(TransferTimeout) as found:
+                await ticket.wait_released(timeout=0.05)
+            assert found.value.fields["state"] == "waiting for the other side"
+            assert ticket.outcome == ""
+            ticket._end("withdrawn")
