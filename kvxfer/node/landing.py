@@ -50,6 +50,7 @@ class Landing:
     part: Pieces
     region: RegionInfo | None = None
     size: int = 0  # that counts as used in its part
+    given_up: bool = False  # by whoever asked, before there was an answer
     grant: int = 0  # the live one: for writing first, for reading after the commit
     ticket: str = ""
     posting: str = ""
@@ -74,6 +75,7 @@ class LandingPool:
         self._clock = clock
         self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
         self._by_posting: dict[str, Landing] = {}
+        self._allocating: dict[tuple[Link, int], Landing] = {}  # by the request that waits for it
         self.parts = parts_of(plane.engine, config)
         self.quarantined = 0
         self.landed = 0
@@ -118,6 +120,8 @@ class LandingPool:
     def give_up(self, link: Link, request: int) -> None:
         """Nobody waits for the answer any more."""
         self._line.give_up(link, request)
+        if (landing := self._allocating.get((link, request))) is not None:
+            landing.given_up = True
 
     def drain(self) -> None:
         """This node takes nothing new."""
@@ -168,7 +172,10 @@ class LandingPool:
         if landing.region is not None:
             self._offer(landing, link, message)
         else:
-            self._owner.spawn(self._allocate(landing, link, message), "allocate a landing")
+            asked = (link, message.rid)
+            self._allocating[asked] = landing
+            task = self._owner.spawn(self._allocate(landing, link, message), "allocate a landing")
+            task.add_done_callback(lambda _: self._allocating.pop(asked, None))
 
     async def prewarm(self) -> None:
         """Allocate what the configuration wants ready, in each part."""
@@ -212,7 +219,7 @@ class LandingPool:
     def _offer(self, landing: Landing, link: Link, message: m.Land) -> None:
         """The memory is there: give the asker the single claim of a ticket for writing it."""
         try:
-            if link.closed.done():
+            if link.closed.done() or landing.given_up:
                 raise ClosedError("the one who asked is gone")
             posted, rest = self._post(landing, "ticket", ACCESS_WRITE)
         except KvxferError as error:

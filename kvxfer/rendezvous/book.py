@@ -21,6 +21,7 @@ from kvxfer.errors import (
     PeerDraining,
     PeerLost,
     TooManyPending,
+    TransferTimeout,
     UnknownTransfer,
     UsageError,
     WrongKey,
@@ -217,12 +218,14 @@ class Book:
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
 
-    def give_up(self, party: Party, rid: int) -> bool:
-        """Whether one of the party's claims waited under this number; it does no longer."""
-        waiter = next((waiter for waiter in party.waiters.values() if waiter.rid == rid), None)
-        if waiter is not None:
-            self._drop_waiter(waiter)
-        return waiter is not None
+    def give_up(self, now: float, what: Waiter | Claim) -> list[Action]:
+        """Nobody takes the answer to this request any more. What was granted meanwhile ends as it does when its asker
+        finds the answer too late (it settles such a claim, a round trip from now): nobody uses it.
+        """
+        if isinstance(what, Claim):
+            return self._settle(now, what, "settled", TransferTimeout.code, "", tell=True)
+        self._drop_waiter(what)
+        return []
 
     def settle(
         self, now: float, party: Party, rid: int, key: ClaimKey, outcome: str, code: str, detail: str
@@ -256,6 +259,7 @@ class Book:
         """The claimant's daemon is out of reach. The claim stays: the data path may still work."""
         assert claim.party is not None
         del claim.party.claims[claim.key]
+        claim.party.forget_request(claim)
         claim.party = None
         self._orphans.setdefault(claim.node_id, {})[claim.key] = claim
         if claim.posting.deadline is None:
@@ -282,6 +286,7 @@ class Book:
         for claim in claims:
             if claim.party is not None:
                 del claim.party.claims[claim.key]
+                claim.party.forget_request(claim)
             claim.party = party
             party.claims[claim.key] = claim
             sessions.setdefault(claim.session, []).append(claim.key)
@@ -390,8 +395,11 @@ class Book:
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
-        claim = Claim(posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now, party.session)
+        claim = Claim(
+            posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now, party.session, rid
+        )
         posting.claims[claim.number] = party.claims[claim.key] = claim
+        party.asked(rid, claim)
         self.claims += 1
         answer = Claimed(
             link=party.link,
@@ -460,6 +468,7 @@ class Book:
             self._forget_orphan(claim)
         else:
             del claim.party.claims[claim.key]
+            claim.party.forget_request(claim)
 
     def _forget_orphan(self, claim: Claim) -> None:
         of_node = self._orphans[claim.node_id]
@@ -501,6 +510,10 @@ class Book:
         assert all(claim.party is None for claim in orphans)
         assert all(claim.party is party for party in linked for claim in party.claims.values())
         assert sum(len(party.waiters) for party in linked) == len(self._waiting)
+        for party in linked:
+            for rid, what in party.requests.items():
+                assert what.rid == rid
+                assert what.party is party, "a request of a link that is gone can be given up"
         timed = sum(posting.deadline is not None for posting in postings) + len(self._waiting)
         assert timed <= len(self._timeline) <= timed + len(orphans), "a deadline without anything that ends, or missing"
         self._waiting.check()

@@ -80,7 +80,7 @@ class Posting:
 @dataclass(slots=True, eq=False)
 class Claim:
     """One claimant's use of a posting. `party` is None while the claimant's daemon is out of reach; `session` names the
-    connection over which it was granted, whoever carries the news later."""
+    connection over which it was granted, whoever carries the news later; ``rid`` is the request's number there."""
 
     posting: Posting
     number: int
@@ -90,6 +90,7 @@ class Claim:
     engine_id: str
     since: float
     session: str = ""
+    rid: int = 0
 
     @property
     def key(self) -> ClaimKey:
@@ -98,11 +99,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """A claim of one of our workers on a posting of another node."""
+    """A claim of one of our workers on a posting of another node; ``rid``: the worker's number for its request."""
 
     key: ClaimKey
     node_id: str
     party: Party
+    rid: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,10 +134,21 @@ class Party:
     claims: dict[ClaimKey, Claim] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)
     routes: dict[ClaimKey, Route] = field(default_factory=dict)
+    requests: dict[int, Waiter | Claim | Route] = field(default_factory=dict)  # what each request has come to, by rid
 
     @property
     def is_worker(self) -> bool:
         return not self.node_id
+
+    def asked(self, rid: int, what: Waiter | Claim | Route) -> None:
+        """The request ``rid`` of this link waits, or was granted: it may still be given up."""
+        if rid:
+            self.requests[rid] = what
+
+    def forget_request(self, what: Waiter | Claim | Route) -> None:
+        """It has ended, or is no longer reached over this link, whose numbers then mean nothing."""
+        if self.requests.get(what.rid) is what:
+            del self.requests[what.rid]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +185,13 @@ class WaitingRoom:
         self._last += 1
         waiter = Waiter(self._last, party, rid, line, engine_id, why)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
+        party.asked(rid, waiter)
         self._lines.setdefault(line, OrderedDict())[waiter.number] = None
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
         del self._waiters[waiter.number], waiter.party.waiters[waiter.number]
+        waiter.party.forget_request(waiter)
         line = self._lines[waiter.line]
         del line[waiter.number]
         if not line:

@@ -22,12 +22,13 @@ from kvxfer.errors import (
     PeerIncarnationMismatch,
     PeerLost,
     TooManyPending,
+    TransferTimeout,
     UsageError,
 )
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import ClaimKey, Party, is_greedy
+from kvxfer.rendezvous.postings import ClaimKey, Party, Route, is_greedy
 from kvxfer.rendezvous.routes import Routes
 from kvxfer.rendezvous.tally import Tally
 
@@ -209,11 +210,21 @@ class Registry:
         return answer
 
     def give_up(self, now: float, link: Link, *, request: int) -> list[Action]:
-        """The claim with this `rid` waits no longer. What has been answered already is settled, not given up."""
+        """The claim with this `rid` is not wanted any more: it waits no longer, and what was granted already ends.
+
+        The asker never takes an answer that crosses this. It would settle the claim when it comes, but until then the
+        owner would believe in somebody who may be dead.
+        """
         actions = self.expire(now)
         party = self._parties.get(link)
-        if party is None or not self._book.give_up(party, request):
+        found = None if party is None else party.requests.get(request)
+        if found is None:
             self._count_unexpected("give_up", "unknown_request")
+        elif isinstance(found, Route):
+            self._routes.drop(found)
+            actions.append(_settle_elsewhere(found.node_id, found.key, "cancelled", TransferTimeout.code, ""))
+        else:
+            actions += self._book.give_up(now, found)
         return actions
 
     def claimed_elsewhere(self, now: float, answer: Claimed) -> list[Action]:
@@ -231,7 +242,7 @@ class Registry:
             error = TooManyPending("too many live claims from this node", claims_max=self._config.claims_max)
             notice = _settle_elsewhere(answer.node_id, key, "cancelled", error.code, error.message)
             return [*actions, notice, Refused(link=answer.link, rid=answer.rid, error=error)]
-        self._routes.add(party, answer.node_id, key)
+        self._routes.add(party, answer.node_id, key, answer.rid)
         return [*actions, answer]
 
     def settle(

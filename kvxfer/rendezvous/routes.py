@@ -30,18 +30,20 @@ class Routes:
         """Claims on postings of this node."""
         return len(self._by_node.get(node_id, ()))
 
-    def add(self, party: Party, node_id: str, key: ClaimKey) -> Route:
+    def add(self, party: Party, node_id: str, key: ClaimKey, rid: int = 0) -> Route:
         """Remember a claim; the same claim again replaces the earlier route."""
         old = self._routes.get(key)
         if old is not None:
             self.drop(old)
-        route = Route(key, node_id, party)
+        route = Route(key, node_id, party, rid)
         self._routes[key] = party.routes[key] = route
+        party.asked(rid, route)
         self._by_node.setdefault(node_id, {})[key] = route
         return route
 
     def drop(self, route: Route) -> None:
         del self._routes[route.key], route.party.routes[route.key]
+        route.party.forget_request(route)
         of_node = self._by_node[route.node_id]
         del of_node[route.key]
         if not of_node:

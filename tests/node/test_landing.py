@@ -296,3 +296,24 @@ async def test_more_prewarmed_memory_than_the_host_has_is_refused_at_the_start()
     with pytest.raises(ConfigError, match="landing_prewarm_bytes"):
         async with node(landing_prewarm_bytes="3TiB", landing_bytes_max="4TiB"):
             pass
+
+
+async def test_what_is_given_up_while_its_memory_is_allocated_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with node() as server, worker(server) as asker:
+        allocate, allocating, go_on = pool_module.Pieces.allocate, asyncio.Event(), asyncio.Event()
+
+        async def slowly(part: Any, size: int) -> Any:
+            allocating.set()
+            await go_on.wait()
+            return await allocate(part, size)
+
+        monkeypatch.setattr(pool_module.Pieces, "allocate", slowly)
+        asked = asyncio.ensure_future(asker.ask(land()))
+        await allocating.wait()
+        asked.cancel()
+        await asker.ask(m.Echo(data=b"it was heard before this"))
+        go_on.set()
+        await free(server)
+        assert not server.registry.tally.ended, "nobody was given a claim"
+        await asker.ask(land())
+        assert not server.landings._allocating

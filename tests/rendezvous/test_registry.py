@@ -278,3 +278,60 @@ def test_a_random_source_that_repeats_itself_is_noticed() -> None:
     registry.add_worker("w")
     assert isinstance(registry.post(0.0, "w", 1, kind="offer", key="1")[0], Posted)
     assert refusal(registry.post(0.0, "w", 2, kind="offer", key="2")).code == "internal"
+
+
+# -- requests that were given up ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["offer", "region", "ticket"])
+def test_a_claim_whose_answer_is_not_wanted_any_more_ends_at_once(kind: str) -> None:
+    """The asker gave it up when the grant was on its way; its own settlement comes later, and changes nothing."""
+    bench = Bench()
+    posted = bench.posted(kind=kind)
+    more = {"posting": posted.posting, "secret": posted.secret} if kind == "ticket" else {}
+    answer = bench.claimed(kind=kind, **more)
+    given_up = bench.checked(bench.registry.give_up(0.0, "peer", request=answer.rid))
+    assert told(given_up) == [("own", "settled", 1, "timeout")]
+    assert bench.registry.counts().claims == 0
+    assert told(bench.settle(answer, "cancelled", code="timeout")) == []
+    assert bench.registry.give_up(0.0, "peer", request=answer.rid) == []
+    assert bench.registry.unexpected == {("give_up", "unknown_request"): 1}
+    again = bench.claim(kind=kind, **more)
+    assert isinstance(again[0], Refused if kind == "offer" else Claimed), "who took an offer may have written into it"
+
+
+def test_only_the_link_that_asked_gives_a_claim_up() -> None:
+    bench = Bench()
+    bench.posted(kind="region")
+    answer = bench.claimed(kind="region")
+    for link in ("own", "other", "nobody"):
+        assert bench.registry.give_up(0.0, link, request=answer.rid) == []
+    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION)
+    bench.remove("peer")  # the claim changes hands, and its number means nothing there
+    assert bench.checked(bench.registry.give_up(0.0, "second", request=answer.rid)) == []
+    assert bench.registry.counts().claims == 1
+
+
+def test_a_claim_at_another_node_that_is_given_up_is_settled_there() -> None:
+    bench = Bench()
+    answer = Claimed(
+        link="own", rid=9, posting="e" * 32, claim=4, body=b"", expires_in_s=1, node_id=THERE, incarnation=""
+    )
+    bench.registry.claimed_elsewhere(0.0, answer)
+    (there,) = bench.checked(bench.registry.give_up(0.0, "own", request=9))
+    assert isinstance(there, SettleElsewhere)
+    assert (there.node_id, there.posting, there.claim) == (THERE, "e" * 32, 4)
+    assert (there.outcome, there.code) == ("cancelled", "timeout")
+    assert bench.registry.counts().routes == 0
+
+
+def test_numbers_that_a_link_uses_twice_confuse_nobody() -> None:
+    bench = Bench()
+    bench.posted(kind="region")
+    for _ in range(2):
+        bench.checked(bench.registry.claim(0.0, "peer", 7, kind="region", key="R"))
+    bench.checked(bench.registry.claim(0.0, "peer", 7, kind="offer", key="none", wait_s=1.0))
+    assert bench.checked(bench.registry.give_up(0.0, "peer", request=7)) == []
+    assert (bench.registry.counts().claims, bench.registry.counts().waiting) == (2, 0)
+    bench.remove("own")
+    assert bench.registry.counts().claims == 0

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.registry import Registry
 from kvxfer.rendezvous.routes import Routes
 from kvxfer.testing.sim.loop import current
+from kvxfer.wire.codec import Message
 from kvxfer.wire.messages import Confirm
 
 if TYPE_CHECKING:
@@ -41,13 +43,37 @@ class Grants:
                 self._revoked(key)
             return actions
 
-        def added(routes: Any, party: Any, node_id: str, key: tuple[str, int]) -> Any:
+        def added(routes: Any, party: Any, node_id: str, key: tuple[str, int], rid: int = 0) -> Any:
             if key in self.revoked:
                 text = f"{current().name} uses claim {key[1]} of {key[0][:8]}, which {self.revoked[key]} has ended"
                 self._world.oracle.wrong("revoked_grant", text)
-            return add(routes, party, node_id, key)
+            return add(routes, party, node_id, key, rid)
 
-        return ((Book, "never_arrived", never_arrived), (Routes, "add", added))
+        return ((Book, "never_arrived", never_arrived), (Routes, "add", added), *self._given_up())
+
+    def _given_up(self) -> tuple[tuple[Any, str, Any], ...]:
+        """A request that its asker has given up has no claim, from the moment on when its owner hears of it."""
+        give_up, match = Registry.give_up, Book._match
+        over: set[tuple[Any, int]] = set()
+
+        def wrong(key: str) -> None:
+            self._world.oracle.wrong("given_up", f"{current().name} keeps a claim on {key} that its asker has given up")
+
+        def given_up(registry: Any, now: float, link: Any, *, request: int) -> Any:
+            actions = give_up(registry, now, link, request=request)
+            over.add((link, request))
+            party = registry._parties.get(link)
+            for claim in () if party is None else party.claims.values():
+                if claim.rid == request:
+                    wrong(claim.posting.key)
+            return actions
+
+        def matched(book: Any, now: float, posting: Any, party: Any, rid: int, engine_id: str) -> Any:
+            if (party.link, rid) in over:
+                wrong(posting.key)
+            return match(book, now, posting, party, rid, engine_id)
+
+        return ((Registry, "give_up", given_up), (Book, "_match", matched))
 
     def _revoked(self, key: tuple[str, int]) -> None:
         self.revoked[key] = current().name
@@ -102,14 +128,19 @@ class Grants:
                 found[claim.key] = (SETTLED_S, f"{text}, although {who} has settled it")
             elif claimant is None or claimant.server is None or claim.party is None:
                 continue
-            elif self._can_ask(owner, claimant):
+            elif self.can_say(Confirm, owner, claim):
                 routes: Any = claimant.server.registry._routes
                 if routes.get(claim.key) is None and claim.key not in claimant.server.forwarder.settling():
                     why = f"{text}, which {claimant.process.name} does not know"
                     found[*claim.key, claim.party.session] = (UNKNOWN_S, why)
         return found
 
-    @staticmethod
-    def _can_ask(one: Daemon, other: Daemon) -> bool:
-        """A version that cannot be asked leaves it to the leases."""
-        return all(daemon.process.speech.versions[1] >= Confirm.since for daemon in (one, other))
+    def can_say(self, kind: type[Message], owner: Daemon, claim: Claim) -> bool:
+        """The daemons of both sides of a claim know this message; one daemon alone has nobody to tell."""
+        if not claim.node_id:
+            return True
+        both = {owner.process.speech.versions[1]}
+        for daemon in self._daemons():
+            if daemon.server is not None and daemon.server.incarnation == claim.incarnation:
+                both.add(daemon.process.speech.versions[1])
+        return min(both) >= int(kind.since)

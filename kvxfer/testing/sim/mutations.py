@@ -15,12 +15,13 @@ from kvxfer.dataplane.admission import Admission
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
 from kvxfer.node.confirming import Confirmations
+from kvxfer.node.landing import LandingPool
 from kvxfer.node.pool import Pool
 from kvxfer.node.settling import Settlements
 from kvxfer.rendezvous import book as book_module
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import Posting
+from kvxfer.rendezvous.postings import Claim, Posting
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.wire.session import HANDSHAKE, Session
@@ -256,6 +257,21 @@ def _settlement_forgotten() -> list[Change]:
     return [(Untold, "said", lambda *_: None)]
 
 
+def _given_up_grant_kept() -> list[Change]:
+    """Who gives up a claim that was granted meanwhile is not listened to: it says so again when the answer is there."""
+    give_up = Book.give_up
+
+    def waiting_only(book: Any, now: float, what: Any) -> Any:
+        return [] if isinstance(what, Claim) else give_up(book, now, what)
+
+    return [(Book, "give_up", waiting_only)]
+
+
+def _given_up_landing_made() -> list[Change]:
+    """Who gives up a landing while its memory is allocated gets it all the same."""
+    return [(LandingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
+
+
 def _older_not_spared() -> list[Change]:
     """Whatever version was agreed, everything is sent."""
     return [(Session, "speaks", lambda *_: True)]
@@ -283,5 +299,7 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "lost_grant_kept": _lost_grant_kept,
     "grant_denied_too_early": _grant_denied_too_early,
     "settlement_forgotten": _settlement_forgotten,
+    "given_up_grant_kept": _given_up_grant_kept,
+    "given_up_landing_made": _given_up_landing_made,
     "older_not_spared": _older_not_spared,
 }
