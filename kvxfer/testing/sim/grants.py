@@ -139,8 +139,8 @@ class Grants:
         """The daemons of both sides of a claim know this message; one daemon alone has nobody to tell."""
         if not claim.node_id:
             return True
-        both = {owner.process.speech.versions[1]}
+        both: set[int] = {owner.process.speech.versions[1]}
         for daemon in self._daemons():
             if daemon.server is not None and daemon.server.incarnation == claim.incarnation:
                 both.add(daemon.process.speech.versions[1])
-        return min(both) >= int(kind.since)
+        return bool(min(both) >= kind.since)
