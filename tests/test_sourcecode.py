@@ -88,7 +88,7 @@ LAYERS = (
         modules=tuple(
             f"node.{name}"
             for name in (
-                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http"),
+                *("acceptor", "confirming", "dispatch", "forward", "gauges", "http", "newcomers"),
                 *("landing", "landing_line", "landing_memory"),
                 *("leftovers", "metrics", "pool", "reports", "server", "settling"),
             )

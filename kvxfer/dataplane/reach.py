@@ -9,6 +9,7 @@ go on when one of them gives up.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,7 @@ from kvxfer.tasks import TaskOwner, shared
 IMPORTS_IDLE_MAX = 4096
 CHOICES_MAX = 1024
 DOWN_EARLY_MAX = 1024
+RESET_DELAYS_S = (0.0, 0.01, 0.05, 0.2)  # before the next try, when a connection was reset before it was of use
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -314,16 +316,22 @@ class Reach:
     async def _by_some_route(
         self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
-        """Import over the connection that there is; over a fresh one when that turns out to be dead."""
+        """Import over the connection that there is; over a fresh one when that turns out to be dead, or was displaced
+        by others before the owner had seen the key.
+        """
         place = place_of(descriptor, info, endpoint)
-        old = self._routes.get(place)
-        if old is not None:
+        for delay_s in (*RESET_DELAYS_S, None):
+            route: Route | None = None
             try:
-                return await self._import(key, old, descriptor, mapped)
+                route = self._routes.get(place) or await self._route(place, info)
+                return await self._import(key, route, descriptor, mapped)
             except PeerLost:
-                if not old.down:
-                    self.peer_down(old.peer)
-        return await self._import(key, await self._route(place, info), descriptor, mapped)
+                if route is not None and not route.down:
+                    self.peer_down(route.peer)
+                if delay_s is None:
+                    raise
+            await asyncio.sleep(delay_s)
+        raise AssertionError("the last try returns or raises")
 
     def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
         """One line in the log for each engine, pair of memories and transport; the rest is counted."""
@@ -358,17 +366,14 @@ class Reach:
         return await shared(pending)
 
     async def _connect_once(self, key: Place, info: TransportInfo) -> Route:
-        engine_id, _, endpoint, secret = key
-        try:
-            peer, completion = self.engine.connect(info.index, endpoint, secret)
-        except TooLarge as full:
-            hint = "raise peers_max, or wait until a transfer has ended"
-            why = "every connection of this engine is in use"
-            raise ResourceExhausted(why, peer=endpoint, transport=info.name, retryable=True, hint=hint) from full
-        except (UsageError, ValueError) as wrong:
-            # What is wrong with it came from the owner of the descriptor, not from our caller.
-            raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
-        event = await asyncio.shield(completion)
+        engine_id, _, endpoint, _ = key
+        peer, event = await self._dialled(key, info)
+        for delay_s in RESET_DELAYS_S:
+            if event.sys_errno != errno.ECONNRESET:
+                break
+            # Displaced by other newcomers, or its process ends: then the next try is refused.
+            await asyncio.sleep(delay_s)
+            peer, event = await self._dialled(key, info)
         if event.status != 0:
             raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
         answered = event.answered_by
@@ -389,6 +394,20 @@ class Reach:
         self._routes_by_peer[peer] = route
         self.idle.begun(route)
         return route
+
+    async def _dialled(self, key: Place, info: TransportInfo) -> tuple[int, Event]:
+        """One attempt to connect, and how it ended."""
+        _, _, endpoint, secret = key
+        try:
+            peer, completion = self.engine.connect(info.index, endpoint, secret)
+        except TooLarge as full:
+            hint = "raise peers_max, or wait until a transfer has ended"
+            why = "every connection of this engine is in use"
+            raise ResourceExhausted(why, peer=endpoint, transport=info.name, retryable=True, hint=hint) from full
+        except (UsageError, ValueError) as wrong:
+            # What is wrong with it came from the owner of the descriptor, not from our caller.
+            raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
+        return peer, await asyncio.shield(completion)
 
     async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         route.importing += 1

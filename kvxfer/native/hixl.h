@@ -21,6 +21,7 @@
 #include "ascend.h"
 #include "hixl_pace.h"
 #include "hixl_state.h"
+#include "newcomers.h"
 #include "stream.h"
 #include "table.h"
 #include "transport.h"
@@ -36,7 +37,6 @@
 #define HIXL_HEAD_POLLS       8                    /* batches of a link that are asked for at once, the oldest */
 #define HIXL_AGAIN_MS         1                    /* the library is out of slots: try again */
 #define HIXL_MAPS_MAX         64                   /* arenas of others that a link keeps mapped */
-#define HIXL_UNPROVED_MAX     64                   /* accepted side links that have not proved a key yet */
 #define HIXL_KEY_FAILURES_MAX 8
 #define HIXL_TX_MAX           (1u << 20) /* answers queued on a side link: from then on it is not read */
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
@@ -224,8 +224,9 @@ struct hixl_conn {
     uint8_t nonce[KVX_NONCE_BYTES];
     uint32_t key_failures;
     bool proved, counted, said_bye;
-    bool inside; /* dialler: it leads to a listener of this process */
-    bool held;   /* acceptor: held_frame waits for room in the notification queue */
+    kvx_newcomer newcomer; /* of an acceptor */
+    bool inside;           /* dialler: it leads to a listener of this process */
+    bool held;             /* acceptor: held_frame waits for room in the notification queue */
     kvx_frame held_frame;
     uint8_t held_key[KVX_KEY_BYTES];
     kvx_table attached; /* acceptor, hixl->lock: handle -> hixl_attach */
@@ -321,7 +322,8 @@ struct hixl_transport {
     hixl_peer *peers;
     hixl_peer *todo;
     hixl_conn *graveyard;
-    uint32_t accepted, unproved;
+    uint32_t accepted;
+    kvx_newcomers line; /* those that have not proved a key yet; the side thread only */
     uint64_t locations; /* that peers told us */
     bool accept_paused, closing, stuck;
     uint64_t accept_retry_ms, deadline_ms;

@@ -91,7 +91,7 @@ static void proved(hixl_conn *conn) {
     if (!conn->proved) {
         conn->proved = true;
         conn->deadline_ms = 0;
-        conn->hixl->unproved--;
+        kvx_newcomers_remove(&conn->hixl->line, &conn->newcomer);
     }
 }
 
@@ -386,9 +386,7 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
     }
     pthread_mutex_lock(&hixl->lock);
     conn->state = HIXL_DEAD;
-    if (!conn->proved) {
-        hixl->unproved--;
-    }
+    kvx_newcomers_remove(&hixl->line, &conn->newcomer);
     if (conn->counted) {
         hixl->accepted--;
         __atomic_fetch_sub(&hixl->counters->peers_accepted, 1, __ATOMIC_RELAXED);

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -299,7 +300,20 @@ static void listen_arm(hixl_transport *hixl, bool on) {
     hixl->accept_paused = !on;
 }
 
-static bool take_in(hixl_transport *hixl, int fd) {
+/* It has proved nothing, so it holds nothing: its end is a reset, as of a port that is not there. */
+static bool send_away(kvx_newcomer *one) {
+    if (one == NULL) {
+        return false;
+    }
+    hixl_conn *conn = (hixl_conn *)((uint8_t *)one - offsetof(hixl_conn, newcomer));
+    const struct linger reset = {.l_onoff = 1, .l_linger = 0};
+    (void)setsockopt(conn->fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    KVX_COUNT(conn->hixl->counters, refused, 1);
+    kvx_hixl_owner_end(conn, true);
+    return true;
+}
+
+static bool take_in(hixl_transport *hixl, int fd, const struct sockaddr_storage *from) {
     hixl_conn *conn = kvx_hixl_conn_new(hixl, KVX_STREAM_SIDE_ACCEPTOR, fd);
     if (conn == NULL || !kvx_hixl_conn_watch(conn, false)) {
         if (conn != NULL) {
@@ -316,33 +330,33 @@ static bool take_in(hixl_transport *hixl, int fd) {
         conn->next->previous = conn;
     }
     hixl->conns = conn;
-    hixl->unproved++;
     pthread_mutex_unlock(&hixl->lock);
+    send_away(kvx_newcomers_surplus(&hixl->line));
+    kvx_newcomers_add(&hixl->line, &conn->newcomer, from);
     return true;
 }
 
 void kvx_hixl_accept(hixl_transport *hixl) {
     if (hixl->accept_paused) {
-        if (hixl->unproved >= HIXL_UNPROVED_MAX || kvx_now_ms() < hixl->accept_retry_ms) {
+        if (kvx_now_ms() < hixl->accept_retry_ms) {
             return;
         }
         listen_arm(hixl, true);
     }
     for (int i = 0; i < ACCEPTS_MAX; i++) {
-        if (hixl->unproved >= HIXL_UNPROVED_MAX) { /* the rest waits in the backlog until some are through */
-            listen_arm(hixl, false);
-            return;
-        }
-        int fd = kvx_owned(accept4(hixl->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        struct sockaddr_storage from = {0};
+        socklen_t length = sizeof from;
+        int fd = kvx_owned(accept4(hixl->listen_fd, (struct sockaddr *)&from, &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }
         if (fd < 0 && errno == EAGAIN) {
             return;
         }
-        if (fd < 0 || !take_in(hixl, fd)) { /* out of descriptors or memory: later, instead of spinning */
+        if (fd < 0 || !take_in(hixl, fd, &from)) { /* out of descriptors or memory: later, instead of spinning */
+            bool room = send_away(kvx_newcomers_oldest(&hixl->line));
             listen_arm(hixl, false);
-            hixl->accept_retry_ms = kvx_now_ms() + HIXL_ACCEPT_MS;
+            hixl->accept_retry_ms = kvx_now_ms() + (room ? HIXL_ACCEPT_MS / 10 : HIXL_ACCEPT_MS);
             kvx_hixl_deadline(hixl, hixl->accept_retry_ms);
             return;
         }

@@ -19,24 +19,24 @@
 #include <sys/types.h>
 
 #include "auth.h"
+#include "newcomers.h"
 #include "table.h"
 #include "transport.h"
 
-#define SHM_MAGIC        0x4d53564bu /* "KVSM" */
-#define SHM_VERSION      1
-#define SHM_UNPROVED_MAX 64                    /* accepted connections that have not said HELLO yet */
-#define SHM_TX_MAX       1024                  /* answers queued on a connection: from then on it is not read */
-#define SHM_READS_MAX    32                    /* messages of one connection before others get their turn */
-#define SHM_RETRY_MS     5                     /* connect again when the listener's queue is full */
-#define SHM_ACCEPT_MS    100                   /* accept again after running out of descriptors */
-#define SHM_GRANULE      (UINT64_C(16) << 10)  /* page tables are filled for so much at once */
-#define SHM_AHEAD_MAX    (UINT64_C(256) << 20) /* of a new mapping are filled before they are needed, so much */
-#define SHM_AHEAD_TURN   (UINT64_C(1) << 20)   /* before other jobs have their turn */
-#define SHM_IDLE_MAX     256                   /* mappings of a peer that no import uses */
-#define SHM_UNMAP_MAX    (UINT64_C(16) << 20)  /* larger mappings are unmapped by the copy pool */
-#define SHM_FD_MISSED    (-2)                  /* a descriptor came, but we had no room for it */
-#define SHM_PROCESS      1                     /* marks the address of a link in the epoll set */
-#define SHM_SHUT         0x80000000u           /* in shm_import.users */
+#define SHM_MAGIC      0x4d53564bu /* "KVSM" */
+#define SHM_VERSION    1
+#define SHM_TX_MAX     1024                  /* answers queued on a connection: from then on it is not read */
+#define SHM_READS_MAX  32                    /* messages of one connection before others get their turn */
+#define SHM_RETRY_MS   5                     /* connect again when the listener's queue is full */
+#define SHM_ACCEPT_MS  100                   /* accept again after running out of descriptors */
+#define SHM_GRANULE    (UINT64_C(16) << 10)  /* page tables are filled for so much at once */
+#define SHM_AHEAD_MAX  (UINT64_C(256) << 20) /* of a new mapping are filled before they are needed, so much */
+#define SHM_AHEAD_TURN (UINT64_C(1) << 20)   /* before other jobs have their turn */
+#define SHM_IDLE_MAX   256                   /* mappings of a peer that no import uses */
+#define SHM_UNMAP_MAX  (UINT64_C(16) << 20)  /* larger mappings are unmapped by the copy pool */
+#define SHM_FD_MISSED  (-2)                  /* a descriptor came, but we had no room for it */
+#define SHM_PROCESS    1                     /* marks the address of a link in the epoll set */
+#define SHM_SHUT       0x80000000u           /* in shm_import.users */
 
 enum shm_type {
     SHM_HELLO = 1, /* both ways, first */
@@ -117,6 +117,7 @@ struct shm_link {
     uint8_t nonce_mine[KVX_NONCE_BYTES], nonce_theirs[KVX_NONCE_BYTES];
     uint64_t rx_counter;
     uint64_t deadline_ms; /* of the greeting */
+    kvx_newcomer newcomer;
     pid_t pid;
     kvx_table attached; /* of an acceptor: handle -> shm_attach */
     kvx_table regions;  /* likewise: those whose descriptor was sent */
@@ -234,7 +235,8 @@ struct shm_transport {
     shm_peer *peers;
     shm_peer *todo;
     shm_link *graveyard;
-    uint32_t accepted, unproved;
+    uint32_t accepted;
+    kvx_newcomers line; /* those that have not said HELLO yet */
     bool accept_paused;
     bool closing;
     uint64_t accept_retry_ms;

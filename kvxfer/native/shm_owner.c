@@ -284,7 +284,7 @@ static bool on_hello(shm_link *link, const shm_message *message) {
         kvx_shm_owner_end(link);
         return true;
     }
-    shm->unproved--;
+    kvx_newcomers_remove(&shm->line, &link->newcomer);
     shm->accepted++;
     link->state = SHM_OPEN;
     link->deadline_ms = 0;
@@ -335,7 +335,7 @@ void kvx_shm_owner_hang_up(shm_link *link) {
 void kvx_shm_owner_end(shm_link *link) {
     shm_transport *shm = link->shm;
     if (link->state == SHM_GREETING) {
-        shm->unproved--;
+        kvx_newcomers_remove(&shm->line, &link->newcomer);
     } else {
         shm->accepted--;
         __atomic_fetch_sub(&shm->counters->peers_accepted, 1, __ATOMIC_RELAXED);

@@ -18,13 +18,13 @@
 #include <pthread.h>
 #include <sys/socket.h>
 
+#include "newcomers.h"
 #include "stream.h"
 #include "transport.h"
 
 #define TCP_REQUESTS_MAX     64 /* frames in flight per connection */
 #define TCP_ANSWERS_MAX      64 /* answers queued per connection; more and we stop reading */
 #define TCP_WINDOW_FRAMES    4  /* full-size frames in flight per connection */
-#define TCP_UNPROVED_MAX     64 /* accepted connections that have not proved a key yet */
 #define TCP_KEY_FAILURES_MAX 8  /* refused ATTACH requests before the connection is closed */
 #define TCP_THREADS_MAX      64
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
@@ -33,7 +33,6 @@
 #define TCP_SEALED_BYTES     (64u << 10)  /* the same when it is sealed: one record */
 #define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
 #define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
-#define TCP_CROWDED_MS      500          /* instead of handshake_ms while too many are unproved */
 #define TCP_RETRY_ACCEPT_MS 100          /* after running out of descriptors */
 #define TCP_DEAD_MS         10000        /* no sign of life from the other host while something is under way */
 #define TCP_BACKLOG         512
@@ -93,14 +92,14 @@ struct tcp_transport {
     pthread_mutex_t revoke_lock;
     kvx_grant *revoke_first, *revoke_last;
     int listen_fd;
-    _Atomic bool accept_paused;
-    uint64_t accept_retry_ms; /* 0 = no need to try again */
+    uint64_t accept_retry_ms; /* when the listener is heard again, 0 = now */
     char endpoint[KVX_ENDPOINT_MAX];
     char congestion[16];
     char congestion_default[16];
     _Atomic uint32_t next_thread;
     _Atomic uint32_t accepted; /* connections, proved or not */
-    _Atomic uint32_t unproved;
+    pthread_mutex_t line_lock; /* before a thread's lock */
+    kvx_newcomers line;        /* connections that have not proved a key yet */
     pthread_mutex_t lock;
     tcp_peer *peers;                /* all, for close */
     int owner_set;                  /* epoll set of the owner thread, the core's */
@@ -248,6 +247,8 @@ struct tcp_conn {
 
     /* acceptor; the thread only */
     bool proved, counted, bye, rx_holds, rx_staged, rx_proved, linger_after;
+    kvx_newcomer newcomer;      /* tcp->line_lock */
+    _Atomic bool made_to_leave; /* it has to make room, unless it has proved a key by now */
     uint32_t key_failures;
     kvx_access rx_access;
     kvx_frame notify; /* a notification that found no room */
@@ -395,6 +396,8 @@ void kvx_tcp_serve_wake(tcp_conn *conn);
 void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant);
 void kvx_tcp_serve_end(tcp_conn *conn);
 void kvx_tcp_serve_proved(tcp_conn *conn);
+void kvx_tcp_serve_admit(tcp_conn *conn, const struct sockaddr_storage *from); /* a newcomer; maybe another one goes */
+bool kvx_tcp_serve_make_room(tcp_transport *tcp);                              /* descriptors ran out: one goes */
 
 /* tcp_peer.c: peers and imports */
 int kvx_tcp_import(void *transport, kvx_import *import);
@@ -442,6 +445,5 @@ void kvx_tcp_kick(tcp_conn *conn);      /* peer->lock is held for diallers */
 void kvx_tcp_kick_peer(tcp_peer *peer); /* have the home thread call kvx_tcp_peer_todo */
 void kvx_tcp_unkick(tcp_conn *conn);
 void kvx_tcp_unkick_peer(tcp_peer *peer);
-void kvx_tcp_accept_resume(tcp_transport *tcp);
 
 #endif

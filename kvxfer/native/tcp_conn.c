@@ -184,8 +184,8 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     } else {
         kvx_tcp_peer_fail(conn->peer, status, sys_errno);
         kvx_tcp_xfer_drop_all(conn, status, sys_errno);
-        kvx_tcp_unkick(conn);
     }
+    kvx_tcp_unkick(conn);
     conn->grave_next = thread->graveyard;
     thread->graveyard = conn;
 }
@@ -235,13 +235,7 @@ static void watch(tcp_conn *conn, uint64_t now_ms) {
 }
 
 void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
-    tcp_transport *tcp = conn->tcp;
-    uint64_t due = conn->deadline_ms;
-    if (conn->role == KVX_STREAM_ACCEPTOR && !conn->proved && conn->state != TCP_LINGER && due != 0 &&
-        atomic_load(&tcp->unproved) >= TCP_UNPROVED_MAX && tcp->config->handshake_ms > TCP_CROWDED_MS) {
-        due -= tcp->config->handshake_ms - TCP_CROWDED_MS; /* make room for others sooner */
-    }
-    if (due == 0 || now_ms < due) {
+    if (conn->deadline_ms == 0 || now_ms < conn->deadline_ms) {
         return;
     }
     conn->deadline_ms = 0;

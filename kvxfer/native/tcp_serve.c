@@ -7,6 +7,7 @@
  * all of it on the connection's own thread. */
 #include "tcp.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -63,14 +64,49 @@ static void detach(tcp_conn *conn, uint64_t grant) {
     }
 }
 
+/* -- newcomers -------------------------------------------------------------------------------------------------- */
+
+/* With line_lock held, so that it is not freed meanwhile: its thread takes it out of the line before it goes. */
+static bool send_away(tcp_transport *tcp, kvx_newcomer *one) {
+    if (one == NULL) {
+        return false;
+    }
+    tcp_conn *conn = (tcp_conn *)((uint8_t *)one - offsetof(tcp_conn, newcomer));
+    kvx_newcomers_remove(&tcp->line, one);
+    atomic_store(&conn->made_to_leave, true);
+    kvx_tcp_kick(conn);
+    KVX_COUNT(tcp->counters, refused, 1);
+    return true;
+}
+
+void kvx_tcp_serve_admit(tcp_conn *conn, const struct sockaddr_storage *from) {
+    tcp_transport *tcp = conn->tcp;
+    pthread_mutex_lock(&tcp->line_lock);
+    send_away(tcp, kvx_newcomers_surplus(&tcp->line));
+    kvx_newcomers_add(&tcp->line, &conn->newcomer, from);
+    pthread_mutex_unlock(&tcp->line_lock);
+}
+
+bool kvx_tcp_serve_make_room(tcp_transport *tcp) {
+    pthread_mutex_lock(&tcp->line_lock);
+    bool one = send_away(tcp, kvx_newcomers_oldest(&tcp->line));
+    pthread_mutex_unlock(&tcp->line_lock);
+    return one;
+}
+
+static void line_leave(tcp_conn *conn) {
+    pthread_mutex_lock(&conn->tcp->line_lock);
+    kvx_newcomers_remove(&conn->tcp->line, &conn->newcomer);
+    pthread_mutex_unlock(&conn->tcp->line_lock);
+}
+
 void kvx_tcp_serve_proved(tcp_conn *conn) {
     if (conn->proved) {
         return;
     }
     conn->proved = true;
     conn->deadline_ms = 0;
-    atomic_fetch_sub(&conn->tcp->unproved, 1);
-    kvx_tcp_accept_resume(conn->tcp);
+    line_leave(conn);
 }
 
 /* -- answers ---------------------------------------------------------------------------------------------------- */
@@ -469,9 +505,6 @@ void kvx_tcp_serve_end(tcp_conn *conn) {
     if (conn->counted) {
         __atomic_fetch_sub(&tcp->counters->peers_accepted, 1, __ATOMIC_RELAXED);
     }
-    if (!conn->proved) {
-        atomic_fetch_sub(&tcp->unproved, 1);
-    }
+    line_leave(conn);
     atomic_fetch_sub(&tcp->accepted, 1);
-    kvx_tcp_accept_resume(tcp);
 }

@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,6 +32,13 @@ static void accept_arm(shm_transport *shm, bool on) {
         (void)epoll_ctl(shm->epoll_fd, EPOLL_CTL_MOD, shm->listen_fd, &event);
         shm->accept_paused = !on;
     }
+}
+
+static bool send_away(kvx_newcomer *one) {
+    if (one != NULL) {
+        kvx_shm_owner_end((shm_link *)((uint8_t *)one - offsetof(shm_link, newcomer)));
+    }
+    return one != NULL;
 }
 
 static void accept_one(shm_transport *shm, int fd) {
@@ -57,23 +65,21 @@ static void accept_one(shm_transport *shm, int fd) {
     }
     shm->links = link;
     pthread_mutex_unlock(&shm->lock);
-    shm->unproved++;
+    send_away(kvx_newcomers_surplus(&shm->line));
+    kvx_newcomers_add(&shm->line, &link->newcomer, NULL);
     kvx_shm_deadline(shm, link->deadline_ms);
 }
 
 static void accept_turn(shm_transport *shm) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
-        if (shm->unproved >= SHM_UNPROVED_MAX) { /* the rest waits in the backlog */
-            accept_arm(shm, false);
-            return;
-        }
         int fd = kvx_owned(accept4(shm->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd >= 0) {
             accept_one(shm, fd);
         } else if (errno != EINTR && errno != ECONNABORTED) {
             if (errno != EAGAIN) { /* out of descriptors or memory: later, instead of again and again */
+                bool room = send_away(kvx_newcomers_oldest(&shm->line));
                 accept_arm(shm, false);
-                shm->accept_retry_ms = kvx_now_ms() + SHM_ACCEPT_MS;
+                shm->accept_retry_ms = kvx_now_ms() + (room ? SHM_ACCEPT_MS / 10 : SHM_ACCEPT_MS);
                 kvx_shm_deadline(shm, shm->accept_retry_ms);
             }
             return;
@@ -189,7 +195,7 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
     }
     todo_run(shm);
     deadlines(shm);
-    if (shm->accept_paused && shm->unproved < SHM_UNPROVED_MAX && shm->accept_retry_ms == 0) {
+    if (shm->accept_paused && shm->accept_retry_ms == 0) {
         accept_arm(shm, true);
     }
     bury(shm);
@@ -336,6 +342,7 @@ static int shm_open_slot(kvx_core *core, uint32_t slot, const kvx_engine_config 
     shm->epoll_fd = shm->listen_fd = -1;
     shm->page = (uint64_t)sysconf(_SC_PAGESIZE);
     kvx_random(shm->probe, sizeof(shm->probe));
+    kvx_newcomers_init(&shm->line);
     pthread_mutex_init(&shm->lock, NULL);
     int status = shm_open_all(shm, why, why_size);
     if (status != KVX_OK) {

@@ -155,6 +155,12 @@ static void revoke_here(tcp_thread *thread, kvx_grant *grant) {
 }
 
 static void kicked(tcp_conn *conn) {
+    if (conn->role == KVX_STREAM_ACCEPTOR) {
+        if (atomic_load(&conn->made_to_leave) && !conn->proved) {
+            kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
+        }
+        return;
+    }
     if (conn->state != TCP_NEW && !kvx_tcp_conn_ended(conn) && !kvx_tcp_peer_over(conn) && conn->state == TCP_OPEN) {
         kvx_tcp_pump(conn);
     }
@@ -187,40 +193,26 @@ static void work_off(tcp_thread *thread) {
 static void listen_arm(tcp_transport *tcp, bool on) {
     struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &tcp->listen_fd};
     (void)epoll_ctl(tcp->thread[0].epoll_fd, EPOLL_CTL_MOD, tcp->listen_fd, &event);
-    atomic_store(&tcp->accept_paused, !on);
 }
 
-static void wake_all(tcp_transport *tcp) {
-    for (uint32_t i = 0; i < tcp->threads; i++) {
-        thread_signal(&tcp->thread[i], false);
-    }
-}
-
-void kvx_tcp_accept_resume(tcp_transport *tcp) {
-    if (atomic_load(&tcp->accept_paused)) {
-        thread_signal(&tcp->thread[0], false);
-    }
-}
-
-static bool crowded(tcp_transport *tcp) {
-    return atomic_load(&tcp->unproved) >= TCP_UNPROVED_MAX;
+/* Out of descriptors or memory: later, instead of spinning; sooner when somebody leaves for it. */
+static void accept_later(tcp_transport *tcp) {
+    bool room = kvx_tcp_serve_make_room(tcp);
+    listen_arm(tcp, false);
+    tcp->accept_retry_ms = kvx_now_ms() + (room ? TCP_RETRY_ACCEPT_MS / 10 : TCP_RETRY_ACCEPT_MS);
 }
 
 static void accept_turn(tcp_transport *tcp) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
-        if (crowded(tcp)) { /* the rest waits in the backlog until some have proved themselves or were closed */
-            listen_arm(tcp, false);
-            wake_all(tcp); /* deadlines are shorter now */
-            return;
-        }
-        int fd = kvx_owned(accept4(tcp->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        struct sockaddr_storage from = {0};
+        socklen_t length = sizeof from;
+        int fd = kvx_owned(accept4(tcp->listen_fd, (struct sockaddr *)&from, &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
             continue;
         }
         if (fd < 0) {
-            if (errno != EAGAIN) { /* out of descriptors or memory: try later instead of spinning */
-                listen_arm(tcp, false);
-                tcp->accept_retry_ms = kvx_now_ms() + TCP_RETRY_ACCEPT_MS;
+            if (errno != EAGAIN) {
+                accept_later(tcp);
             }
             return;
         }
@@ -232,13 +224,13 @@ static void accept_turn(tcp_transport *tcp) {
         conn->fd = fd;
         conn->thread = &tcp->thread[atomic_fetch_add(&tcp->next_thread, 1) % tcp->threads];
         atomic_fetch_add(&tcp->accepted, 1);
-        atomic_fetch_add(&tcp->unproved, 1);
+        kvx_tcp_serve_admit(conn, &from); /* first: once its thread knows it, it may end at any time */
         kvx_tcp_inbox(conn);
     }
 }
 
 static void accept_again(tcp_transport *tcp, uint64_t now_ms) {
-    if (!atomic_load(&tcp->accept_paused) || crowded(tcp) || now_ms < tcp->accept_retry_ms) {
+    if (tcp->accept_retry_ms == 0 || now_ms < tcp->accept_retry_ms) {
         return;
     }
     tcp->accept_retry_ms = 0;
@@ -268,8 +260,7 @@ static void look_at_all(tcp_thread *thread) {
 }
 
 static void deadlines(tcp_thread *thread, uint64_t now_ms) {
-    bool hurry = crowded(thread->tcp);
-    if (!hurry && (thread->deadline_ms == 0 || now_ms < thread->deadline_ms)) {
+    if (thread->deadline_ms == 0 || now_ms < thread->deadline_ms) {
         return;
     }
     thread->deadline_ms = 0;
@@ -297,21 +288,15 @@ static void bury(tcp_thread *thread) {
 }
 
 static int wait_ms(const tcp_thread *thread, int timeout_ms) {
-    tcp_transport *tcp = thread->tcp;
+    const tcp_transport *tcp = thread->tcp;
     uint64_t until = thread->deadline_ms;
-    uint64_t now_ms = 0;
-    if (crowded(tcp)) {
-        until = (now_ms = kvx_now_ms()) + TCP_RETRY_ACCEPT_MS;
-    }
     if (thread->index == 0 && tcp->accept_retry_ms != 0 && (until == 0 || tcp->accept_retry_ms < until)) {
         until = tcp->accept_retry_ms;
     }
     if (until == 0) {
         return timeout_ms;
     }
-    if (now_ms == 0) {
-        now_ms = kvx_now_ms();
-    }
+    uint64_t now_ms = kvx_now_ms();
     int left = until <= now_ms ? 0 : until - now_ms > 60000 ? 60000 : (int)(until - now_ms);
     return timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
 }
@@ -388,6 +373,7 @@ static void threads_free(tcp_transport *tcp) {
         close(tcp->listen_fd);
     }
     pthread_mutex_destroy(&tcp->lock);
+    pthread_mutex_destroy(&tcp->line_lock);
     pthread_mutex_destroy(&tcp->revoke_lock);
     free(tcp);
 }
@@ -442,6 +428,8 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
     tcp->listen_fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
     pthread_mutex_init(&tcp->lock, NULL);
+    pthread_mutex_init(&tcp->line_lock, NULL);
+    kvx_newcomers_init(&tcp->line);
     pthread_mutex_init(&tcp->revoke_lock, NULL);
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp->thread[i] = (tcp_thread){.tcp = tcp, .index = i, .epoll_fd = -1, .kick_fd = -1, .wake_fd = -1};

@@ -44,7 +44,7 @@ from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.faults import refusal
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
-from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, State, Step
+from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
 
 UNFINISHED_TLS = "the other side ended the connection during the TLS handshake"
 FLUSH_S = 0.7  # a closing link may take this long to send what is queued
@@ -130,6 +130,7 @@ class Link(asyncio.Protocol):
         self.closed: asyncio.Future[KvxferError] = self._loop.create_future()
         self.peer = Facts(incarnation="")
         self.name = ""
+        self.host = ""  # the numeric address of the other end, empty for a Unix socket
         self.pid = 0
         self.uid: int | None = None
         self.late_replies = 0
@@ -232,11 +233,6 @@ class Link(asyncio.Protocol):
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    @property
-    def greeted(self) -> bool:
-        """The other side has said who it is, proven or not."""
-        return self._session.state is not State.ACCEPTED
 
     @property
     def proved_with(self) -> bytes:
@@ -454,7 +450,8 @@ class Link(asyncio.Protocol):
             self.name = f"daemon with pid {self.pid}" if self._session.side == "dialler" else f"pid {self.pid}"
         else:
             name = transport.get_extra_info("peername")
-            self.name = format_address(str(name[0]), int(name[1])) if name else "unknown"
+            self.host = str(name[0]) if name else ""
+            self.name = format_address(self.host, int(name[1])) if name else "unknown"
 
     def data_received(self, data: bytes) -> None:
         if self._secure is not None and self._channel is not None:

@@ -1,7 +1,7 @@
 """Incoming control connections: who may come in, how many, and how long they may take to say who they are.
 
-The idea: a connection that has not proved itself costs a place among few, and when those are taken the oldest of them
-goes (of those that have said nothing, if there are any), not the newcomer. A true peer needs milliseconds for its
+The idea: a connection that has not proved itself costs a place among few, and when those are taken the oldest of the
+address that has most of them goes (see `newcomers.py`), not the one that comes. A true peer needs milliseconds for its
 handshake, so it gets through while somebody holds half-open connections; a flood of them is bounded and never reaches
 the code behind.
 """
@@ -20,6 +20,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts, OnLink, OnMessage, Random
 from kvxfer.net.queues import Queues
+from kvxfer.node.newcomers import Newcomers, source_of
 from kvxfer.wire.session import Facts, Limits, Session
 
 log = logging.getLogger("kvxfer.acceptor")
@@ -63,7 +64,7 @@ class Acceptor:
         self._limits: Limits = limits or config
         self._queues = queues
         self._random = random
-        self._half_open: dict[Link, None] = {}  # in order of arrival
+        self._half_open: Newcomers[Link] = Newcomers()
         self._sockets: set[Link] = set()  # whatever still has one, those that are being closed too
         self._server: asyncio.Server | None = None
         self._stopped = False
@@ -149,24 +150,26 @@ class Acceptor:
             return
         if full or len(self._half_open) >= self._config.handshakes_max:
             self._count("handshakes_max")
-            silent = (other for other in self._half_open if not other.greeted)
-            oldest = next(silent, next(iter(self._half_open)))
+            self._displace()
+        self._half_open.add(link, source_of(link.host))
+        link.closed.add_done_callback(lambda reason: self._ended(link, reason.result()))
+
+    def _displace(self) -> None:
+        oldest = self._half_open.displaced()
+        if oldest is not None:
             oldest.abort("too many unfinished handshakes")
             # Not when its callback runs: hundreds may be accepted before that, and each has to find another one.
             self._ended(oldest, oldest.closed.result())
-        self._half_open[link] = None
-        link.closed.add_done_callback(lambda reason: self._ended(link, reason.result()))
 
     def _ready(self, link: Link) -> None:
-        self._half_open.pop(link, None)
+        self._half_open.discard(link)
         self.links.add(link)
         self.handshakes += 1
         self._on_ready(link)
 
     def _ended(self, link: Link, reason: KvxferError) -> None:
         self.links.discard(link)
-        if link in self._half_open:
-            del self._half_open[link]
+        if self._half_open.discard(link):
             self._count(reason.code)
             log.debug("handshake with %s failed: %s", link.name, reason)
 

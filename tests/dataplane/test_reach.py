@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.dataplane.reach import RESET_DELAYS_S
 from kvxfer.errors import KvxferError, PeerIncarnationMismatch, PeerUnreachable, UnknownTransfer, WrongKey
 from kvxfer.native.engine import Engine, Event, MemoryKind, OpKind
 from kvxfer.native.status import Status, error_for
@@ -74,10 +75,11 @@ async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_pa
         engine, reach = a.plane.engine, a.plane._reach
         connect = engine.connect
         ended: list[int] = []
+        losses = 100
 
         def connect_and_lose(transport: int, endpoint: str, secret: bytes | None) -> tuple[int, asyncio.Future[Event]]:
             peer, completion = connect(transport, endpoint, secret)
-            if not ended and endpoint.startswith("127."):
+            if len(ended) < losses and endpoint.startswith("127."):
                 # Both events in one batch: the coroutine hears of the connection after its end.
                 completion.add_done_callback(lambda _: reach.peer_down(peer))
                 ended.append(peer)
@@ -87,7 +89,10 @@ async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_pa
         with pytest.raises(PeerUnreachable, match="ended"):
             await a.start(b.region.descriptor("w"), 4096)
         assert reach._routes == {}
-        await a.start(b.region.descriptor("w"), 4096)
+        assert len(ended) == len(RESET_DELAYS_S) + 1, "it is tried again a few times"
+        ended, losses = [], 1
+        assert (await a.start(b.region.descriptor("w"), 4096)).state == "done"
+        assert len(ended) == 1
 
 
 async def test_an_import_of_a_connection_that_went_meanwhile_is_not_kept(tmp_path: Path) -> None:

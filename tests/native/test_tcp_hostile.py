@@ -26,6 +26,7 @@ STRANGERS = {
     "line": b"\n",
 }
 ROUNDS = 300
+NEWCOMERS_MAX = 256  # KVX_NEWCOMERS_MAX
 
 
 async def serves(one: Owner) -> bool:
@@ -170,14 +171,32 @@ async def test_who_proves_nothing_has_to_leave(said: bytes | str) -> None:
 
 
 async def test_strangers_do_not_lock_out_the_others() -> None:
-    """More silent connections than may be unproved: who holds a key gets in, after half a second at most."""
+    """More connections than may be unproved, silent or greeted: the oldest of them make room for who holds a key."""
     async with owner(handshake_ms=60000) as one:
-        idle = [await kvxd.dial(one.endpoint) for _ in range(150)]
-        started = asyncio.get_running_loop().time()
+        idle = [await kvxd.dial(one.endpoint) for _ in range(NEWCOMERS_MAX + 100)]
+        for speaker in idle[-50:]:
+            await speaker.greet()
         assert await within(serves(one))
-        slack = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
-        assert asyncio.get_running_loop().time() - started < 4 * slack
+        await eventually(lambda: one.count("refused") >= 101)
+        assert await idle[0].closed() == b""
+        assert await serves(one), "and again, with the places taken"
         for speaker in idle:
+            speaker.writer.close()
+
+
+async def test_a_crowd_displaces_its_own_not_those_of_another_address() -> None:
+    """Whoever comes from elsewhere keeps its place, however many come after it."""
+    async with owner(handshake_ms=60000) as one:
+        host, port = one.endpoint.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.9", 0))
+        elsewhere = kvxd.Speaker(reader, writer, kvxd.DIALLER)
+        crowd = [await kvxd.dial(one.endpoint) for _ in range(NEWCOMERS_MAX + 100)]
+        await eventually(lambda: one.count("refused") >= 101)
+        async with elsewhere:
+            assert await elsewhere.greet() == 0
+            elsewhere.send(one.frame(Type.ATTACH), one.key)
+            assert (await elsewhere.frame(one.key)).status == 0
+        for speaker in crowd:
             speaker.writer.close()
 
 

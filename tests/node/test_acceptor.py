@@ -44,25 +44,42 @@ async def test_half_open_connections_make_room_for_a_peer_when_all_places_are_ta
             await link.aclose("done")
 
 
-async def test_silent_connections_go_before_those_that_have_said_hello() -> None:
+async def test_the_oldest_goes_whatever_it_has_said() -> None:
+    """A greeting is free, so it earns nothing: who greets and stays is no better than who is silent."""
     async with node(handshakes_max=3) as server:
         address = parse_address(server.addresses[0])
-        greeting = await intrude_half((address.host, address.port))
-        held = [await silent(server) for _ in range(6)]
-        await until(lambda: server.peers.refused.get("handshakes_max") == 4)
+        reader, greeting = await intrude_half((address.host, address.port))
+        held = [await silent(server) for _ in range(2)]
         await until(lambda: server.peers.half_open == 3)
-        greeting.write(encode(m.Proof(proof=b"")))
-        await until(lambda: len(server.peers.links) == 1)
+        late = await peer(server)
+        await until(lambda: server.peers.refused.get("handshakes_max") == 1)
+        assert server.peers.half_open == 2
+        assert await reader.read() == b"", "it came first"
+        await late.aclose("done")
         for writer in (greeting, *(writer for _, writer in held)):
             writer.close()
 
 
-async def intrude_half(address: tuple[str, int]) -> asyncio.StreamWriter:
+async def test_a_flood_from_one_address_does_not_touch_another_address() -> None:
+    async with node(handshakes_max=4) as server:
+        address = parse_address(server.addresses[0])
+        reader, writer = await asyncio.open_connection(address.host, address.port, local_addr=("127.0.0.9", 0))
+        writer.write(PREAMBLE + encode(hello("peer")))
+        held = [await silent(server) for _ in range(40)]
+        await until(lambda: server.peers.refused.get("handshakes_max") == 37)
+        writer.write(encode(m.Proof(proof=b"")))
+        await until(lambda: len(server.peers.links) == 1)
+        assert not reader.at_eof()
+        for one in (writer, *(writer for _, writer in held)):
+            one.close()
+
+
+async def intrude_half(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A handshake that stops after the greeting was answered."""
     reader, writer = await connect(address)
     writer.write(PREAMBLE + encode(hello("peer")))
-    await reader.read(100)
-    return writer
+    await reader.read(1000)
+    return reader, writer
 
 
 async def test_newcomer_is_refused_when_all_places_are_proven() -> None:

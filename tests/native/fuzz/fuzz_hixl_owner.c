@@ -181,7 +181,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         progress(1);
     }
     FUZZ_CHECK(accesses == 0 && attachments == 0 && counters.peers_accepted == 0);
-    FUZZ_CHECK(hixl->conns == NULL && hixl->accepted == 0 && hixl->unproved == 0 && hixl->grants.count == 0);
+    FUZZ_CHECK(hixl->conns == NULL && hixl->accepted == 0 && hixl->line.count == 0 && hixl->grants.count == 0);
     FUZZ_CHECK(hixl->devices[0].arenas->told == 0);
     FUZZ_CHECK(!grant.revoked || quiet);
     grant_again();
