@@ -58,7 +58,7 @@ LAYERS = (
                 "node.allow",
                 "net.queues",
             ),
-            *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.early"),
+            *("memory.spans", "memory.placement", "dataplane.admission", "dataplane.line", "dataplane.early"),
             *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
             *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
         ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvxfer.config import Config
-from kvxfer.errors import InvalidLength, PeerBackpressure, TooLarge, UsageError
+from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge, UsageError
 
 Verdict = Literal["admitted", "queued"]
 CREDITS_MAX = 1 << 30
@@ -30,6 +30,18 @@ class Permit:
     peer: Hashable
     bytes: int
     queued_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """Why something waits: the option that is used up, how much of it is in use, and its value."""
+
+    option: str
+    in_use: int
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.option}, {self.in_use} of {self.limit} in use"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,11 @@ class Admission:
     @property
     def inflight_bytes(self) -> int:
         return self._bytes
+
+    @property
+    def waiting(self) -> int:
+        """How many wait, for all peers together."""
+        return self._waiting
 
     def window(self, peer: Hashable) -> PeerWindow:
         """What one peer uses now."""
@@ -118,9 +135,9 @@ class Admission:
         return permit, "admitted" if permit in started else "queued"
 
     def done(self, permit: Permit) -> list[Permit]:
-        """An admitted operation ended, however it ended. A second call for the same permit raises `UsageError`."""
+        """An admitted operation ended, however it ended. Raises `InternalError` for a permit that is not in flight."""
         if permit not in self._running:
-            raise UsageError("the operation is not in flight", peer=_name(permit.peer))
+            raise InternalError("a permit that is not in flight is given back", peer=_name(permit.peer))
         self._running.remove(permit)
         state = self._peers[permit.peer]
         state.ops -= 1
@@ -131,15 +148,30 @@ class Admission:
         return started
 
     def abandon(self, permit: Permit) -> list[Permit]:
-        """The asker stopped waiting. Harmless when the permit does not wait; an admitted one needs `done`."""
+        """The asker stopped waiting. Raises `InternalError` for a permit that does not wait: one in flight ends by
+        `done`, and given up it would count for ever.
+        """
         state = self._peers.get(permit.peer)
         if state is None or permit not in state.waiting:
-            return []
+            how = "in flight" if permit in self._running else "not known"
+            raise InternalError(f"a permit that is {how} is given up as if it waited", peer=_name(permit.peer))
         del state.waiting[permit]
         self._waiting -= 1
         started = self._start(permit.peer)
         self._tidy(permit.peer)
         return started
+
+    def obstacle(self, permit: Permit) -> Obstacle:
+        """What one that waits is waiting for: the limit that keeps the head of its line from starting, or all lines."""
+        config, state = self._config, self._peers[permit.peer]
+        head = next(iter(state.waiting))
+        if state.credits == 0:
+            return Obstacle(option="credits", in_use=0, limit=0)
+        if state.ops >= config.window_ops_max:
+            return Obstacle(option="window_ops_max", in_use=state.ops, limit=config.window_ops_max)
+        if state.bytes + head.bytes > config.window_bytes_max:
+            return Obstacle(option="window_bytes_max", in_use=state.bytes, limit=config.window_bytes_max)
+        return Obstacle(option="inflight_bytes_max", in_use=self._bytes, limit=config.inflight_bytes_max)
 
     def set_credits(self, peer: Hashable, count: int | None) -> list[Permit]:
         """The receiver begins to lead with `count` credits, or stops (None). Replaces what was left."""

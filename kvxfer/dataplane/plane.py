@@ -9,7 +9,6 @@ Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Permit
+from kvxfer.dataplane.admission import Admission, Obstacle, Permit
 from kvxfer.dataplane.choice import Choice
 from kvxfer.dataplane.early import Unexpected
+from kvxfer.dataplane.line import Line
 from kvxfer.dataplane.owned import OwnMemory
 from kvxfer.dataplane.reach import Reach
 from kvxfer.dataplane.stall import StallWatch
@@ -98,15 +98,13 @@ class DataPlane:
         self.engine_id = engine.engine_id.hex()
         self._tasks = TaskOwner("data plane")
         self._reach = Reach(engine, self._tasks, allowed, config=config)
-        self._admission = Admission(config)
+        self._line: Line[Work] = Line(Admission(config))
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
             info.name: config.inline_bytes_max if info.same_host else min(config.inline_bytes_max, SMALL_BYTES_MAX)
             for info in engine.transports
         }
         self._window_bytes = min(config.window_bytes_max, config.inflight_bytes_max)
-        self._in_line: dict[Permit, Work] = {}  # waiting for the peer's window
-        self._full: deque[Work] = deque()  # admitted, but the engine had no room
         self._workers: dict[Transfer, set[asyncio.Task[None]]] = {}
         self._by_region: dict[int, set[Transfer]] = {}
         self._next_op = 0
@@ -133,6 +131,11 @@ class DataPlane:
     def connections_evicted(self) -> int:
         """How many idle connections were given up because descriptors or `peers_max` were used up."""
         return self._reach.idle.evicted
+
+    @property
+    def permits(self) -> int:
+        """How many places in windows are held or waited for; none when no transfer runs."""
+        return self._line.admission.inflight_ops + len(self._line)
 
     def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
         """Run what blocks (copies of memory that only a driver reaches) in a thread."""
@@ -207,15 +210,19 @@ class DataPlane:
         """Parts that have not reached the engine end now."""
         for task in tuple(self._workers.get(transfer, ())):
             task.cancel()
-        mine = [work for work in (*self._in_line.values(), *self._full) if work.transfer is transfer]
-        for work in mine:
-            # One that left may have made room for the next, which has then ended already.
-            if work in self._full:
-                self._full.remove(work)
-            elif work.permit is None or work.permit not in self._in_line:
-                continue
-            self._leave(work)
-            transfer.part_ended(None, 0, transfer.cancelling)
+        self._give_up(self._line.of(transfer), transfer.cancelling)
+        self._run_line()
+
+    def _give_up(self, works: Sequence[Work], error: KvxferError | None) -> None:
+        """Work that waits will not reach the engine. Whoever may go instead goes afterwards."""
+        for work in works:
+            if self._line.leave(work):
+                self._unuse(work.ready)
+                work.transfer.part_ended(None, 0, error)
+
+    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+        """See `transfer.Canceller`."""
+        return None if transfer.tokens or transfer in self._workers else self._line.obstacle(transfer)
 
     def drain(self) -> None:
         """Take what is in the completion ring now."""
@@ -259,23 +266,25 @@ class DataPlane:
 
     def _admit(self, work: Work) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
+        if work.transfer.cancelling is not None:  # an earlier part failed at once: this one must not wait for anything
+            work.transfer.part_ended(None, 0, work.transfer.cancelling)
+            return
         size = work.part.size
         if size > self._small_bytes[work.ready.route.info.name]:
             peer = work.ready.route.engine_id
             now = asyncio.get_running_loop().time()
             try:
                 # A part larger than the window has the window for itself.
-                work.permit, verdict = self._admission.admit(peer, min(size, self._window_bytes), now)
+                admitted = self._line.enter(work, peer, min(size, self._window_bytes), now)
             except KvxferError as error:
                 work.transfer.part_ended(None, 0, error)
                 return
-            if verdict == "queued":
+            if not admitted:
                 work.ready.users += 1
-                self._in_line[work.permit] = work
                 return
-        if self._full:
+        if self._line.is_blocked:
             work.ready.users += 1
-            self._full.append(work)
+            self._line.wait_for_room(work)
         else:
             self._submit(work)
 
@@ -297,7 +306,7 @@ class DataPlane:
                 )
         except BusyError:
             ready.users += 1
-            self._full.append(work)
+            self._line.wait_for_room(work)
             return
         except UnknownRegion as error:
             # Either our region is gone, or the import: its connection ended, and the news is still in the ring.
@@ -319,7 +328,7 @@ class DataPlane:
     def _completed(self, work: Work, event: Event) -> None:
         self._unuse(work.ready)
         self._finish(work, event.token, event)
-        self._retry_full()
+        self._line.retry(self._resubmit)
 
     def _unuse(self, ready: Import) -> None:
         ready.users -= 1
@@ -332,13 +341,12 @@ class DataPlane:
 
     def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part is over: its place in the window goes to whoever is next."""
-        permit, work.permit = work.permit, None
-        started = [] if permit is None else self._admission.done(permit)
+        self._line.ended(work)
         if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
             error.fields.setdefault("part", work.part.number)
         if error is None or not self._goes_on(work, token, moved_bytes, error):
             work.transfer.part_ended(token, moved_bytes, error)
-        self._start_admitted(started)
+        self._run_line()
 
     def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError) -> bool:
         """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried."""
@@ -350,21 +358,10 @@ class DataPlane:
         self._resolve_first(work.transfer, work.part)
         return True
 
-    def _leave(self, work: Work) -> None:
-        """A part that waits is given up before it reached the engine."""
-        self._unuse(work.ready)
-        permit, work.permit = work.permit, None
-        if permit is None:
-            return
-        waited = self._in_line.pop(permit, None) is not None
-        self._start_admitted(self._admission.abandon(permit) if waited else self._admission.done(permit))
-
-    def _start_admitted(self, permits: Sequence[Permit]) -> None:
-        for permit in permits:
-            work = self._in_line.pop(permit, None)
-            if work is None:
-                continue  # closing has ended the whole line already
-            self._resubmit(work)
+    def _run_line(self) -> None:
+        """Whoever may go now goes, unless the end of everything has begun."""
+        if not self._closed:
+            self._line.run(self._resubmit)
 
     def _resubmit(self, work: Work) -> None:
         """A part that waited goes on; its import may have gone meanwhile."""
@@ -372,17 +369,6 @@ class DataPlane:
         self._submit(work)
         if work.ready.unwanted and not self._closed:
             self._reach.left(work.ready)
-
-    def _retry_full(self) -> None:
-        """The engine may have room again: first come, first served."""
-        for _ in range(len(self._full)):
-            if not self._full:  # what completed inside the engine's call made room, and others were faster
-                return
-            work = self._full.popleft()
-            self._resubmit(work)
-            if self._full and self._full[-1] is work:  # still no room: back to its place
-                self._full.rotate(1)
-                return
 
     def _finish(self, work: Work, token: int | None, event: Event) -> None:
         if event.status == 0:
@@ -446,7 +432,10 @@ class DataPlane:
             self.memory.on_event(event)
 
     async def aclose(self) -> None:
-        """Cancel what runs, close the engine: every token completes, every thread and mapping goes."""
+        """Cancel what runs, close the engine: every token completes, every thread and mapping goes.
+
+        Raises `InternalError` when something is still counted as in flight then: that is a bug of ours.
+        """
         if self._closed:
             return
         self._closing = True
@@ -456,17 +445,15 @@ class DataPlane:
         finally:
             await self._close_engine()
         await asyncio.sleep(0)  # the completions that closing brought reach their transfers
+        self._line.check_idle()
 
     async def _close_engine(self) -> None:
         if self._closed:
             return
-        waiting = [*self._in_line.values(), *self._full]
-        self._in_line.clear()
-        self._full.clear()
         self._reach.idle.stop()
-        for work in waiting:
-            work.transfer.part_ended(None, 0, ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         self._closed = True
+        for work in self._line.everybody():
+            self._give_up((work,), ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         try:
             await self.engine.aclose()
         finally:

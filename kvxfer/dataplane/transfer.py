@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
+from kvxfer.dataplane.admission import Obstacle
 from kvxfer.errors import KvxferError, Stalled, TransferCancelled, TransferTimeout
 
 RUNNING, DONE, FAILED, CANCELLED, TIMED_OUT = "running", "done", "failed", "cancelled", "timed_out"
@@ -24,6 +25,9 @@ class Canceller(Protocol):
     def cancel_token(self, token: int) -> None: ...
 
     def cancel_waiting(self, transfer: Transfer) -> None: ...
+
+    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+        """What it waits for before the engine has anything of it; None when it waits for no window."""
 
     def drain(self) -> None: ...
 
@@ -217,14 +221,27 @@ class Transfer:
         self._canceller.drain()
         self._timer = None
         if self.state == RUNNING:
-            kind = Stalled if self._stalled else TransferTimeout
-            error = kind(
+            self._fail(self._told(self._too_late(timeout)))
+
+    def _too_late(self, timeout: float) -> KvxferError:
+        kind = Stalled if self._stalled else TransferTimeout
+        obstacle = self._canceller.obstacle(self)
+        if obstacle is None:
+            return kind(
                 f"no completion within {timeout:g} s",
                 transport=self.transport or None,
                 bytes_done=self.bytes_done,
                 hint="the memory stays quarantined until the engine is quiet",
             )
-            self._fail(self._told(error))
+        return kind(
+            f"no completion within {timeout:g} s: waits for {obstacle}",
+            transport=self.transport or None,
+            bytes_done=self.bytes_done,
+            option=obstacle.option,
+            in_use=obstacle.in_use,
+            limit=obstacle.limit,
+            hint="what is in flight to this peer takes longer than the timeout: start less at a time, or wait longer",
+        )
 
     def _told(self, error: KvxferError) -> KvxferError:
         """The error with what is known of the transfer."""

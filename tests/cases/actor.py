@@ -240,14 +240,18 @@ class Actor(Many, Mail, Load):
         self.tasks[name] = asyncio.ensure_future(run())
 
     async def push(
-        self, name: str, to: list[str], cache: str, blocks: list[int], pause_s: float = 0, **how: Any
+        self, name: str, to: list[str], cache: str, blocks: list[int], pause_s: float | None = 0, **how: Any
     ) -> None:
+        """``pause_s`` between layers; None: all layers at once, as one transfer."""
         self._flow(name, self._push(name, to, cache, blocks, pause_s, **how))
 
     async def _push(
-        self, name: str, to: list[str], cache: str, blocks: list[int], pause_s: float, **how: Any
+        self, name: str, to: list[str], cache: str, blocks: list[int], pause_s: float | None, **how: Any
     ) -> dict[str, Any]:
         async with self.client.push(name, to=to, cache=self.caches[cache], table=self._table(blocks), **how) as push:
+            if pause_s is None:
+                await push.layers()
+                return {"bytes": push.bytes_done, "transport": push.transport}
             for layer in range(self.caches[cache].layout.geometry.layers):
                 await push.layer(layer)
                 await asyncio.sleep(pause_s)
@@ -433,6 +437,7 @@ class Actor(Many, Mail, Load):
         counters = self.client.plane.engine.counters()
         return {
             "inflight": counters.inflight,
+            "permits": self.client.plane.permits,
             "grants": counters.grants,
             "imports": counters.imports,
             "regions": counters.regions,

@@ -205,3 +205,28 @@ async def test_c27_late_completions(nodes: Cluster, count: int, stuck_ms: int) -
     after = await a.do("counters")
     assert after["late"] - before["late"] == count
     await a.back_to({"inflight": 0, "pinned": 0}, 2, ("inflight", "pinned"))
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(40, marks=pytest.mark.full)])
+async def test_c98_window_after_receivers_gave_up(nodes: Cluster, rounds: int) -> None:
+    """Pushes of many times the window whose receivers hang up: afterwards the sender holds no place in any window."""
+    slowed = slow(nodes.transport, "chunk_bytes=65536,chunk_ms=5")
+    a, b = await nodes.fresh(a=slowed | {"window_bytes_max": 4 * BLOCK, "inline_bytes_max": 0})
+    blocks = list(range(32))
+    for side in (a, b):
+        await side.do("cache", name="c", blocks=len(blocks), layers=4, kv_heads=8, kv_heads_total=8, head_size=128)
+        await side.do("alloc", name="m", length=4 * BLOCK)
+    target = (await b.do("describe", name="m"))["descriptor"]
+    given_up = 0
+    for number in range(rounds):
+        name = f"w{number}"
+        await b.do("offer", name=name, cache="c", blocks=blocks)
+        await a.do("push", name=name, to=b.node, cache="c", blocks=blocks, pause_s=None)
+        await asyncio.sleep(0.01 + 0.01 * (number % 5))
+        await b.do("abort", name=name)
+        await b.do("ended", name=name)
+        given_up += (await a.do("ended", name=name))["outcome"] == "failed"
+        await a.back_to({"permits": 0, "inflight": 0}, 5, ("permits", "inflight"))
+        await a.do("start", name=f"p{number}", way="put", region="m", descriptor=target, span=(0, 4 * BLOCK), timeout=5)
+        assert (await a.do("outcome", name=f"p{number}"))["state"] == "done", "a put of the whole window"
+    assert given_up > rounds // 2, "or the test shows nothing"

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.dataplane.plane import DataPlane, Part
+from kvxfer.dataplane.plane import DataPlane, Part, Work
+from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     ClosedError,
+    InternalError,
     KvxferError,
     PeerUnreachable,
     TransferCancelled,
@@ -232,7 +234,7 @@ async def test_cancelling_a_transfer_whose_parts_wait_in_line_ends_each_part_onc
         assert (await a.start(described)).state == "done"
         [ready] = a.plane._reach._imports.values()
         assert ready.users == 0
-        assert a.plane._admission.inflight_ops == 0
+        assert a.plane._line.admission.inflight_ops == 0
 
 
 async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tm
             )
             with pytest.raises(UsageError):
                 await a.plane.start([part], timeout=5, peer="test")
-        assert a.plane._admission.inflight_ops == 0
+        assert a.plane._line.admission.inflight_ops == 0
         await a.start(described)
 
 
@@ -307,35 +309,56 @@ async def test_cancelling_parts_that_the_engine_has_no_room_for_ends_each_once(t
         busy = [a.start(to_b) for _ in range(2)]
         part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=to_c, span=(0, 0, LENGTH))
         many = a.plane.start([part] * 5, timeout=5, peer="test")
-        assert len(a.plane._full) == 2, "or the test shows nothing"
-        assert len(a.plane._in_line) == 3
+        assert a.plane._line.admission.waiting == 3
+        assert len(a.plane._line) == 5, "or the test shows nothing: two wait for the engine"
         await asyncio.wait_for(many.cancel(), 5)
         assert many._parts_left == 0
         for transfer in busy:
             await transfer
         assert [found.users for found in a.plane._reach._imports.values()] == [0, 0]
-        assert a.plane._admission.inflight_ops == 0
+        assert a.plane._line.admission.inflight_ops == 0
 
 
-async def test_what_waits_for_the_engine_is_retried_in_order_also_when_a_completion_inside_takes_it(
-    tmp_path: Path,
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_transfer_larger_than_the_window_that_fails_leaves_the_window_whole(
+    tmp_path: Path, transport: str
 ) -> None:
+    options = {"window_bytes_max": 2 * LENGTH, "fault_spec": "chunk_bytes=65536,chunk_ms=2"}
+    async with sides(tmp_path, (f"fault+{transport}",), (transport,), **options) as (a, b):
+        plane, described = a.plane, b.region.descriptor("w")
+        await a.start(described)
+        for count in (3, 4, 9):
+            going = b.region.descriptor("w")
+            part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=going, span=(0, 0, LENGTH))
+            await plane.prepare(going)
+            many = plane.start([part] * count, timeout=5, peer="test")
+            await b.plane.memory.revoke(going.grant)
+            with pytest.raises(KvxferError):
+                await many
+            await asyncio.wait_for(many.wait_settled(), 5)
+            plane._line.check_idle()
+        assert (await a.start(described)).state == "done"
+
+
+async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) -> None:
+    async with sides(tmp_path, ("tcp",), window_bytes_max=LENGTH, window_ops_max=8) as (a, b):
+        plane, described = a.plane, b.region.descriptor("w")
+        await a.start(described)
+        held = Work(Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        assert plane._line.enter(held, b.plane.engine_id, LENGTH, 0.0)
+        with pytest.raises(TransferTimeout, match=f"waits for window_bytes_max, {LENGTH} of {LENGTH} in use") as caught:
+            await a.start(described, timeout=0.05)
+        fields = caught.value.fields
+        assert (fields["option"], fields["in_use"], fields["limit"]) == ("window_bytes_max", LENGTH, LENGTH)
+        plane._line.ended(held)
+        await a.start(described)
+
+
+async def test_a_permit_that_is_left_when_everything_has_ended_is_reported_by_aclose(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, _):
-        works: list[Any] = [object(), object(), object()]
-        plane, seen = a.plane, []
-
-        def no_room(work: Any) -> None:
-            seen.append(work)
-            plane._full.append(work)
-
-        def all_taken(work: Any) -> None:
-            seen.append(work)
-            plane._full.clear()
-
-        plane._full.extend(works)
-        plane._resubmit = no_room  # type: ignore[method-assign]
-        plane._retry_full()
-        assert (seen, list(plane._full)) == (works[:1], works)
-        plane._resubmit = all_taken  # type: ignore[method-assign]
-        plane._retry_full()
-        assert (seen, list(plane._full)) == ([works[0], works[0]], [])
+        lost = Work(Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        assert a.plane._line.enter(lost, "peer", 7, 0.0)
+        with pytest.raises(InternalError, match="permits are left"):
+            await asyncio.wait_for(a.plane.aclose(), 10)
+        with pytest.raises(ClosedError):
+            a.plane.start([], timeout=1, peer="test")

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 
+from kvxfer.dataplane.admission import Obstacle
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import PeerLost, TransferCancelled, TransferTimeout
 
@@ -18,12 +19,16 @@ class Recorder:
         self.cancelled: list[int] = []
         self.on_drain = lambda: None
         self.late_ones = 0
+        self.waits_for: Obstacle | None = None
 
     def cancel_token(self, token: int) -> None:
         self.cancelled.append(token)
 
     def cancel_waiting(self, transfer: Transfer) -> None:
         pass
+
+    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+        return self.waits_for
 
     def drain(self) -> None:
         self.on_drain()

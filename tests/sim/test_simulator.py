@@ -19,6 +19,8 @@ pytestmark = pytest.mark.once
 SEEDS_FILE = Path(__file__).with_name("seeds.txt")
 FIXED_SEEDS = 200  # `.ci/run` and `make sim` play new ones
 MUTATION_SEEDS_MAX = 120  # a deliberate bug is seen within so many seeds
+NARROW = {"window_ops_max": 1, "inflight_max": 2, "inline_bytes_max": 0}  # whoever moves a byte waits for others
+OPTIONS = {"running_permit_given_up": NARROW}
 PLANS = {  # what shows itself in one kind of trouble only
     "quarantine_skipped": Plan(hosts=2, workers=4, flows=60, faults=True, span_s=0.2, kinds=("weather",)),
     "settlement_said_once": Plan(hosts=3, workers=4, flows=30, faults=True, span_s=4.0, kinds=("partition",)),
@@ -71,7 +73,8 @@ def test_what_is_shown_does_not_change_what_happens() -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_deliberate_bug_is_seen(name: str) -> None:
     for seed in range(MUTATION_SEEDS_MAX):
-        if Simulation(seed, plan=PLANS.get(name), mutation=name).run().violations:
+        options = OPTIONS.get(name, {})
+        if Simulation(seed, plan=PLANS.get(name), mutation=name, **options).run().violations:
             return
     raise AssertionError(f"{MUTATION_SEEDS_MAX} seeds do not see it")
 
@@ -115,6 +118,15 @@ def test_small_limits_refuse_and_break_nothing() -> None:
         result = Simulation(seed, plan=plan, **limits).run()
         assert not result.violations, result.violations
         assert "too_many_pending" in result.outcomes or "busy" in result.outcomes
+
+
+def test_narrow_windows_leave_no_permit() -> None:
+    plan, done = Plan(hosts=2, workers=4, flows=60, faults=True, span_s=0.3), 0
+    for seed in range(8):
+        result = Simulation(seed, plan=plan, **NARROW).run()
+        assert not result.violations, result.violations
+        done += result.outcomes["done"]
+    assert done > 100
 
 
 @pytest.mark.slow

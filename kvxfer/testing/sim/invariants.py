@@ -194,7 +194,7 @@ class Oracle:
             return
         name = worker.process.name
         plane: Any = client.plane
-        for what in (plane._admission, client.ledger):
+        for what in (plane._line, client.ledger):
             try:
                 what.check()
             except AssertionError as broken:
@@ -264,10 +264,11 @@ class Oracle:
                 "flows": len(client._flows),
                 "pinned blocks": client.ledger.pinned_blocks,
                 "quarantined blocks": client.ledger.quarantined_blocks,
-                "operations in flight": client.plane._admission.inflight_ops,
+                "operations in flight": client.plane._line.admission.inflight_ops,
+                "bytes in flight": client.plane._line.admission.inflight_bytes,
                 "transfers": len(client.plane._by_region) + len(client.plane._workers),
                 "regions on their way out": len(client.plane.memory._leaving),
-                "parts that wait": len(client.plane._in_line) + len(client.plane._full),
+                "parts that wait": len(client.plane._line),
                 "engine operations": len(engine.ops),
                 "grants": len(engine.grants),
                 "postings": len(control._postings),

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvxfer.dataplane import reach as reach_module
 from kvxfer.dataplane.admission import Admission
+from kvxfer.dataplane.line import Line
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
 from kvxfer.node.confirming import Confirmations
@@ -70,6 +71,25 @@ def _permit_returned_twice() -> list[Change]:
         return done(admission, permit)
 
     return [(Admission, "done", twice)]
+
+
+def _running_permit_given_up() -> list[Change]:
+    """Who leaves the line although it was let in already gives nothing back."""
+
+    def leave(line: Any, work: Any) -> bool:
+        permit = work.permit
+        if work not in line.everybody():
+            return False
+        if permit in line._queued:
+            del line._queued[permit]
+            line._started(line.admission.abandon(permit))
+        line._going.pop(work, None)
+        line._no_room.pop(work, None)
+        line._forget(work)
+        work.permit = None
+        return True
+
+    return [(Line, "leave", leave)]
 
 
 def _visible_early() -> list[Change]:
@@ -281,6 +301,7 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
     "generation_not_compared": _generation_not_compared,
     "permit_returned_twice": _permit_returned_twice,
+    "running_permit_given_up": _running_permit_given_up,
     "visible_early": _visible_early,
     "lease_never_expires": _lease_never_expires,
     "lost_worker_not_told": _lost_worker_not_told,

@@ -48,6 +48,11 @@ class Series:
             self.stride *= 2
 
     @property
+    def pending(self) -> list[tuple[int, float]]:
+        """Samples that will be a part of the next point."""
+        return list(self._skipped)
+
+    @property
     def settled(self) -> list[tuple[int, float]]:
         """Those after the warm-up."""
         if not self.points:
@@ -75,12 +80,14 @@ def slope(points: Sequence[tuple[int, float]]) -> float:
 class Limit:
     """What is allowed. ``per_transfers`` None: a count, judged by its level. ``floor``: the rise in all, or the level's
     difference, that says nothing yet; nor do fewer samples than ``points_min`` over fewer than ``transfers_min``.
+    ``most``: what it may be in any sample at rest, however few there are; None says nothing.
     """
 
     per_transfers: float | None = None
     floor: float = 0.0
     points_min: int = POINTS_MIN
     transfers_min: int = 0
+    most: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,10 @@ class Verdict:
 
 def judge(name: str, series: Series, limit: Limit) -> Verdict:
     """Too few samples are not judged; the report shows how many there were."""
+    if limit.most is not None and (above := _above(series, limit.most)):
+        last, count = above[-1], len(series.points)
+        why = f"is {last:g} at rest, where {limit.most:g} is right"
+        return Verdict(name=name, judged=True, first=above[0], last=last, slope=0, points=count, why=why)
     points = series.settled
     if not points:
         return Verdict(name=name, judged=False, first=0, last=0, slope=0, points=0)
@@ -111,6 +122,13 @@ def judge(name: str, series: Series, limit: Limit) -> Verdict:
     why = "" if not judged else _level(series, limit) if limit.per_transfers is None else _rise(points, limit)
     shown = round(slope(points) * PER_TRANSFERS, 3)
     return Verdict(name=name, judged=judged, first=first, last=last, slope=shown, points=len(points), why=why)
+
+
+def _above(series: Series, most: float) -> list[float]:
+    """The samples that are above what may be, also those that were not yet put into a point."""
+    closing = [] if series.closing is None else [series.closing]
+    values = [value for _, value in (*series.points, *series.pending)]
+    return [value for value in (*values, *closing) if value > most]
 
 
 def _covered(points: Sequence[tuple[int, float]]) -> int:
@@ -156,6 +174,7 @@ LIMITS: Mapping[str, Limit] = {
     # Up to 256 mappings of each peer's memory are kept for the next grant, and some tables keep the newest thousand.
     "maps": _amount(200, 320),
     "objects": _amount(1000, 4000),
+    "permits": Limit(most=0),  # an idle client holds no place in any window
 }
 
 

@@ -141,6 +141,7 @@ class Side:
         counters, client = self.client.plane.engine.counters(), self.client
         return {
             "inflight": counters.inflight,
+            "permits": client.plane.permits,
             "grants": counters.grants,
             "quarantined_grants": counters.quarantined_grants,
             "pinned": client.ledger.pinned_blocks,

@@ -102,6 +102,14 @@ def test_nothing_and_too_little_are_flat_and_say_so() -> None:
     assert (little.points, little.judged, little.flat) == (1, False, True)
 
 
+def test_a_permit_at_rest_is_wrong_in_any_sample_however_short_the_run() -> None:
+    clean, leaks, at_the_end = series([0.0] * 40), series([0.0, 2.0]), series([0.0] * 3)
+    at_the_end.closing = 1.0
+    verdicts = judge_all({"a permits": clean, "b permits": leaks, "c permits": at_the_end})
+    assert [one.flat for one in verdicts] == [True, False, False]
+    assert "is 2 at rest, where 0 is right" in verdicts[1].why
+
+
 def test_choices_follow_from_the_seed() -> None:
     first = flows(7, "lane", 3, 500, maps=True, patience=4)
     assert first == flows(7, "lane", 3, 500, maps=True, patience=4)
