@@ -203,6 +203,21 @@ def fingerprint_of(**parts: str) -> str:
 def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
     """Raise `GeometryMismatch`, naming the field and both values, unless one cache can be mapped onto the other.
 
+    They are caches of one model (`check_same_model`), and have a layer and a head in common.
+    """
+    check_same_model(source, target, ignore_fingerprint=ignore_fingerprint)
+    held = (
+        ("layers", "layer", source.layer_numbers, target.layer_numbers),
+        ("heads", "kv head", source.head_numbers, target.head_numbers),
+    )
+    for name, what, ours, theirs in held:
+        if min(ours.stop, theirs.stop) <= max(ours.start, theirs.start):
+            _raise_mismatch(name, _range_text(ours), _range_text(theirs), f"these two ranks have no {what} in common")
+
+
+def check_same_model(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
+    """Raise `GeometryMismatch`, naming the field and both values, unless both are parts of the same cache.
+
     Block size, layout, strides and the layers and heads held may differ. Fingerprints must be equal where both sides
     have one; ``ignore_fingerprint`` is the operator's explicit way past that.
     """
@@ -213,13 +228,6 @@ def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: 
     if source.fingerprint and target.fingerprint and not ignore_fingerprint:
         for name, one, other in _fingerprint_parts(source.fingerprint, target.fingerprint):
             _require_equal(name, one, other)
-    held = (
-        ("layers", "layer", source.layer_numbers, target.layer_numbers),
-        ("heads", "kv head", source.head_numbers, target.head_numbers),
-    )
-    for name, what, ours, theirs in held:
-        if min(ours.stop, theirs.stop) <= max(ours.start, theirs.start):
-            _raise_mismatch(name, _range_text(ours), _range_text(theirs), f"these two ranks have no {what} in common")
 
 
 def fingerprint_conflict(source: Geometry, target: Geometry) -> str:

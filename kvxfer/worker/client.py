@@ -7,7 +7,7 @@ configuration's `timeout_s`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from kvxfer.dataplane.plane import DataPlane, Part
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline, seconds
-from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor, Ticket
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor
 from kvxfer.errors import (
     AccessDenied,
     UsageError,
@@ -33,7 +33,8 @@ from kvxfer.worker.many import Group, Move, check_moves
 from kvxfer.worker.notifications import Notifications
 from kvxfer.worker.offer import Landing
 from kvxfer.worker.peer import Peer, as_node
-from kvxfer.worker.publish import Publication, Pull, Pulled, as_ticket, release_unread
+from kvxfer.worker.publish import Publication
+from kvxfer.worker.pull import AnyTicket, Pull, Pulled, as_ticket, as_tickets, release_unread
 from kvxfer.worker.push import Push
 from kvxfer.worker.sharing import Share, lookup_descriptor, share_region
 
@@ -346,22 +347,24 @@ class Client(ClientLife):
 
     async def pull(
         self,
-        ticket: Ticket | Publication | Mapping[str, Any] | str,
+        ticket: AnyTicket | Sequence[AnyTicket],
         cache: KVCache,
         table: BlockTable,
         *,
         timeout: float | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> Pulled:
-        """Decode: fetch what a ticket names into these blocks. ``on_layer`` is called as each layer becomes
-        complete.
+        """Decode: fetch what a ticket names into these blocks, or what several hold together (tensor-parallel ranks,
+        pipeline stages, pieces of the context): one request with one outcome, each element read once.
+
+        ``on_layer`` is called with each layer's index in ``cache``, in order, as it becomes complete. Raises
+        `GeometryMismatch`, and moves nothing, when a part of the blocks is held by none of the tickets. When one source
+        fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's place in the list.
         """
         limit = self._timeout(timeout)
-        return await Pull(self, as_ticket(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+        return await Pull(self, as_tickets(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
 
-    async def release(
-        self, ticket: Ticket | Publication | Mapping[str, Any] | str, *, timeout: float | None = None
-    ) -> None:
+    async def release(self, ticket: AnyTicket, *, timeout: float | None = None) -> None:
         """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
 
         Counts as one consumer, however often it is called; does nothing when the ticket is over already.

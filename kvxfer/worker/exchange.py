@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 import numpy as np
 
+from kvxfer.coverage import Box
 from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
@@ -119,11 +120,22 @@ def complete_plan(
     target: CacheLayout,
     target_table: BlockTable,
     ignore_fingerprint: bool = False,
+    within: Box | None = None,
 ) -> Plan:
     """The plan, refused unless it fills every position that the target expects: the rest would be somebody's old
-    bytes.
+    bytes. With ``within`` it is about that box alone, and the caller knows who brings the rest.
     """
     check_compatible(source.geometry, target.geometry, ignore_fingerprint=ignore_fingerprint)
+    if within is None:
+        _require_all(source, source_table, target, target_table)
+    try:
+        return plan(source, source_table, target, target_table, ignore_fingerprint=ignore_fingerprint, within=within)
+    except UsageError as wrong:
+        # Our own half was checked before anything was claimed.
+        raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
+
+
+def _require_all(source: CacheLayout, source_table: BlockTable, target: CacheLayout, target_table: BlockTable) -> None:
     if not _covers(source_table, target_table):
         raise GeometryMismatch(
             "the source does not hold every token that the target expects",
@@ -134,11 +146,6 @@ def complete_plan(
     for number in (target.geometry.layer_numbers.start, target.geometry.layer_numbers.stop - 1):
         if number not in source.geometry.layer_numbers:
             raise GeometryMismatch("the source does not hold every layer of the target", field="layers", layer=number)
-    try:
-        return plan(source, source_table, target, target_table, ignore_fingerprint=ignore_fingerprint)
-    except UsageError as wrong:
-        # Our own half was checked before anything was claimed.
-        raise GeometryMismatch(f"the two caches cannot be mapped: {wrong}") from wrong
 
 
 class Reaching:
@@ -204,6 +211,7 @@ async def negotiate(
     target_table: BlockTable,
     *,
     ignore_fingerprint: bool = False,
+    within: Box | None = None,
 ) -> Plan:
     """`complete_plan` that never holds the loop for long; an override of the operator is said aloud."""
     conflict = fingerprint_conflict(source.geometry, target.geometry) if ignore_fingerprint else ""
@@ -214,7 +222,7 @@ async def negotiate(
         min(source_table.tokens, target_table.tokens) // layout.geometry.block_tokens for layout in (source, target)
     )
     heavy = blocks + pieces > BLOCKS_INLINE_MAX
-    return await off_loop(heavy, complete_plan, source, source_table, target, target_table, ignore_fingerprint)
+    return await off_loop(heavy, complete_plan, source, source_table, target, target_table, ignore_fingerprint, within)
 
 
 async def off_loop(heavy: bool, work: Callable[..., T], *arguments: Any) -> T:

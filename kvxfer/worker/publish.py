@@ -7,37 +7,25 @@ data path, counted once per consumer; a pull of nothing releases it just the sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.dataplane.plane import Part
-from kvxfer.dataplane.transfer import Transfer, settle_within
-from kvxfer.deadline import NOTIFYING, OTHER_SIDE, TRANSFERRING, Deadline, seconds
+from kvxfer.deadline import OTHER_SIDE, Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
-    BusyError,
     KvxferError,
-    LeaseExpired,
-    PeerError,
-    PeerIncarnationMismatch,
     PeerLost,
-    TransferCancelled,
-    TransferError,
-    TransferTimeout,
     UnknownTransfer,
     UsageError,
     ended_by_other,
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
-from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.planner import Plan
+from kvxfer.native.engine import Event, EventKind
 from kvxfer.wire import tags
-from kvxfer.wire.messages import Claim, PostingEvent
-from kvxfer.worker.control import ClaimHandle, PostingHandle
-from kvxfer.worker.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
+from kvxfer.wire.messages import PostingEvent
+from kvxfer.worker.control import PostingHandle
+from kvxfer.worker.exchange import Posting
 
 if TYPE_CHECKING:
     from kvxfer.worker.client import Client
@@ -291,206 +279,3 @@ class Publication:
             self._client.control.withdraw_in_background(self._posting, outcome)
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(outcome)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """What a pull brought: bytes, tokens, layers, and how."""
-
-    request_id: str
-    bytes: int
-    tokens: int
-    layers: int
-    transport: str
-
-
-class Pull:
-    """One fetch of a ticket; `run` does it all. Whatever ends it early, the target blocks stay quarantined until
-    quiet.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        ticket: Ticket,
-        cache: KVCache,
-        table: BlockTable,
-        *,
-        timeout: float,
-        on_layer: Callable[[int], None] | None,
-    ) -> None:
-        self._client = client
-        self._ticket = ticket
-        self._cache = cache
-        self._table = table
-        self._timeout = timeout
-        self._on_layer = on_layer
-        self._reaching = Reaching()
-        self._running: list[Transfer] = []
-        self._error: KvxferError | None = None
-        self._bytes = 0
-
-    async def run(self) -> Pulled:
-        """Claim, plan, read every layer, release the publisher."""
-        deadline = Deadline.after(self._timeout)
-        self._cache.require(self._client.plane)
-        self._cache.check_table(self._table)
-        first = self._cache.regions[self._cache.layout.placements[0].region]
-        span = self._client.ledger.acquire(first.id, self._table.blocks, f"pull {self._ticket.request_id}")
-        self._client.enter(self, self._fail)
-        try:
-            return await self._claim_and_read(deadline)
-        finally:
-            self._client.leave(self)
-            self._client.ledger.quarantine(span, f"pull {self._ticket.request_id} is settling")
-            self._client.release_when_settled(span, self._running)
-
-    async def _claim_and_read(self, deadline: Deadline) -> Pulled:
-        ticket, control = self._ticket, self._client.control
-        message = _claim_of(ticket)
-        # Cancelled on the way, the publisher still has to hear that nobody will read.
-        claim, body = await control.claim(message, deadline, self._on_claim, finish=True)
-        peer: Posting | None = None
-        try:
-            peer = await Posting.receive(body)
-            lenient = self._client.config.ignore_fingerprint
-            mapping = await negotiate(
-                peer.layout, peer.table, self._cache.layout, self._table, ignore_fingerprint=lenient
-            )
-            self._raise_if_failed()
-            transport = await self._read(mapping, peer, deadline)
-            await self._release(peer, claim, deadline)
-        except BaseException as error:
-            await self._abort(claim, peer, error)
-            if isinstance(error, TransferTimeout):
-                self._raise_if_failed()  # what ended it, if it was not the deadline
-            raise
-        self._settle(claim, peer, "done", None)
-        layers = self._cache.layout.geometry.layers
-        return Pulled(
-            request_id=ticket.request_id, bytes=self._bytes, tokens=mapping.tokens, layers=layers, transport=transport
-        )
-
-    async def _read(self, mapping: Plan, peer: Posting, deadline: Deadline) -> str:
-        transport = await self._reaching.reach(self._client.plane, self._cache, peer, deadline)
-        waiting: list[tuple[int, Transfer]] = []
-        for layer in range(self._cache.layout.geometry.layers):
-            if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
-                await self._layer_done(*waiting.pop(0))
-            parts = [
-                Part(
-                    kind=OpKind.GET,
-                    region=part.region,
-                    descriptor=peer.descriptors[part.descriptor],
-                    segments=part.segments,
-                    check=peer.check,
-                )
-                for part in await prepared_layer(
-                    mapping, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max
-                )
-            ]
-            self._raise_if_failed()
-            if parts:
-                left = deadline.require(f"layer {layer} was read", TRANSFERRING)
-                transfer = self._client.plane.start(parts, timeout=left, peer=self._ticket.request_id)
-                self._running.append(transfer)
-                waiting.append((layer, transfer))
-            elif self._on_layer is not None:
-                self._on_layer(layer)
-        for entry in waiting:
-            await self._layer_done(*entry)
-        self._raise_if_failed()
-        return transport
-
-    async def _layer_done(self, layer: int, transfer: Transfer) -> None:
-        try:
-            await transfer
-        except KvxferError as error:
-            raise (error if error is self._error else of_layer(error, layer)) from None
-        self._bytes += transfer.bytes_done
-        if self._on_layer is not None:
-            self._on_layer(layer)
-
-    async def _release(self, peer: Posting, claim: ClaimHandle, deadline: Deadline) -> None:
-        notice = Part(
-            kind=OpKind.GET,
-            region=0,
-            descriptor=peer.descriptors[0],
-            notify=(tags.pack(tags.RELEASE, claim.claim, 0), 0),
-        )
-        left = deadline.require("the publisher was released", NOTIFYING)
-        try:
-            await self._client.plane.start([notice], timeout=left, peer=self._ticket.request_id)
-        except (TransferError, PeerError):
-            # Every byte is here; a publisher that just withdrew or went needs no release, and the settle message
-            # tells the rest.
-            return
-
-    def _on_claim(self, event: PostingEvent) -> None:
-        if event.what == "orphaned":
-            return  # the data path decides
-        if event.what == "lost":
-            self._fail(PeerLost(f"the publisher of {self._ticket.request_id} died"))
-        elif event.what in ("withdrawn", "expired"):
-            code = LeaseExpired.code if event.what == "expired" else event.code
-            self._fail(ended_by_other(code, event.detail or f"the ticket was {event.what}"))
-
-    def _fail(self, error: KvxferError) -> None:
-        if self._error is None:
-            self._error = error
-            self._reaching.end()
-            for transfer in tuple(self._running):
-                transfer.request_cancel(error)
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _settle(self, claim: ClaimHandle, peer: Posting | None, outcome: str, error: KvxferError | None) -> None:
-        if self._client.closed:
-            return  # the link's end has settled it, and the engine's end has dropped the imports
-        self._client.control.settle_in_background(claim, outcome, error)
-        for descriptor in () if peer is None else peer.descriptors:
-            self._client.plane.forget(descriptor)
-
-    async def _abort(self, claim: ClaimHandle, peer: Posting | None, cause: BaseException) -> None:
-        error = (
-            cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
-        )
-        self._fail(error)
-        try:
-            await settle_within(self._client.config.cancel_s * 2, self._running)
-        finally:
-            outcome = "cancelled" if isinstance(error, TransferCancelled) else "failed"
-            self._settle(claim, peer, outcome, error)
-
-
-def _claim_of(ticket: Ticket) -> Claim:
-    return Claim(
-        node=ticket.addresses,
-        node_id=ticket.node_id,
-        incarnation=ticket.incarnation,
-        kind="ticket",
-        posting=ticket.posting,
-        secret=ticket.secret,
-    )
-
-
-async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
-    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
-    control = client.control
-    message = _claim_of(ticket)
-    try:
-        claim, _ = await control.claim(message, deadline, lambda event: None)
-    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
-        return  # nobody holds anything for us any more
-    control.settle_in_background(claim, "done", None)
-
-
-def as_ticket(given: Ticket | Publication | Mapping[str, Any] | str) -> Ticket:
-    """A ticket in whatever shape it arrived."""
-    if isinstance(given, Ticket):
-        return given
-    if isinstance(given, Publication):
-        return given.ticket
-    return Ticket.from_json(given) if isinstance(given, str) else Ticket.from_dict(given)
