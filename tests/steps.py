@@ -91,7 +91,7 @@ class Pair:
             found[f"{name} inflight"] = counters.inflight
             found[f"{name} imports"] = counters.imports
             found[f"{name} regions"] = counters.regions
-            found[f"{name} blocks"] = (client.ledger.pinned_blocks, client.ledger.quarantined_blocks)
+            found[f"{name} blocks"] = (client.reservations.pinned_blocks, client.reservations.quarantined_blocks)
             found[f"{name} claims"] = dict(client.control._claims)
             found[f"{name} postings"] = list(client.control._postings)
             found[f"{name} flows"] = list(client._flows)

@@ -20,6 +20,7 @@ from kvxfer.deadline import seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
+from kvxfer.memory.footprint import Footprint, Place
 from kvxfer.native.facts import MemoryKind
 from kvxfer.native.regions import not_addressable
 from kvxfer.tasks import shared
@@ -111,6 +112,11 @@ class Region:
     def kind(self) -> MemoryKind:
         """Where the bytes are."""
         return self._info.kind
+
+    @property
+    def place(self) -> Place:
+        """Where its first byte is: the same for all regions of the same memory."""
+        return self._info.device if self._info.on_device else None, self._info.address
 
     @property
     def device(self) -> int | None:
@@ -298,10 +304,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """A KV cache: its layout, and the regions that its layer placements index."""
+    """A KV cache: its layout, and the regions that its layer placements index. ``footprint``: which memory it
+    covers.
+    """
 
     layout: CacheLayout
     regions: tuple[Region, ...]
+    footprint: Footprint = field(init=False, repr=False, compare=False)
     _parts: tuple[Rows | None, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(self, layout: CacheLayout, regions: Region | Sequence[Region]) -> None:
@@ -323,6 +332,7 @@ class KVCache:
                 )
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)
+        object.__setattr__(self, "footprint", Footprint(layout, [region.place for region in found]))
         object.__setattr__(self, "_parts", parts_of(layout, len(found)))
 
     def lend(

@@ -30,7 +30,7 @@ from kvxfer.errors import (
     WrongThread,
 )
 from kvxfer.memory.allocation import Allocator
-from kvxfer.memory.spans import SpanHandle, SpanLedger
+from kvxfer.memory.reservations import BlockReservations, Reservation
 from kvxfer.native.engine import Engine, EngineConfig, forks
 from kvxfer.net.link import LinkFacts
 from kvxfer.tasks import TaskOwner
@@ -57,7 +57,7 @@ class ClientLife:
         self._reporter = Reporter(self.config)
         self._flows: dict[object, Callable[[KvxferError], None]] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
-        self.ledger = SpanLedger()
+        self.reservations = BlockReservations()
 
     async def __aenter__(self) -> Self:
         if self._entered:
@@ -215,26 +215,26 @@ class ClientLife:
 
     # -- settling ---------------------------------------------------------------------------------------------
 
-    def release_when_quiet(self, span: SpanHandle, quiet: Sequence[asyncio.Future[Any]]) -> asyncio.Future[list[Any]]:
+    def release_when_quiet(self, taken: Reservation, quiet: Sequence[asyncio.Future[Any]]) -> asyncio.Future[list[Any]]:
         """End a quarantine when the engine says that no peer can move a byte (never because time passed).
 
         The future resolves after the blocks are free again.
         """
         all_quiet = asyncio.gather(*quiet)
-        all_quiet.add_done_callback(lambda _: self.ledger.release(span))
+        all_quiet.add_done_callback(lambda _: self.reservations.release(taken))
         return all_quiet
 
-    def release_when_settled(self, span: SpanHandle, transfers: Sequence[Transfer]) -> None:
+    def release_when_settled(self, taken: Reservation, transfers: Sequence[Transfer]) -> None:
         """End a quarantine when all transfers are settled."""
         left = sum(not transfer.settled for transfer in transfers)
         if not left:
-            self.ledger.release(span)
+            self.reservations.release(taken)
 
         def one_settled(_: Transfer) -> None:
             nonlocal left
             left -= 1
             if not left:
-                self.ledger.release(span)
+                self.reservations.release(taken)
 
         for transfer in transfers:
             if not transfer.settled:

@@ -1,7 +1,7 @@
 """Decode's side of a push: `Landing`, the memory that a prefill peer writes into, layer by layer.
 
 Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block
-revokes the grants at once, and the block ids stay quarantined in the ledger until the engine says that no peer can
+revokes the grants at once, and the blocks stay quarantined until the engine says that no peer can
 move a byte.
 """
 
@@ -28,7 +28,7 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
-from kvxfer.memory.spans import SpanHandle
+from kvxfer.memory.reservations import Reservation
 from kvxfer.native.engine import Event, EventKind
 from kvxfer.wire import tags
 from kvxfer.wire.messages import PostingEvent
@@ -68,7 +68,7 @@ class Landing:
         self._lease_s = lease_s
         self._timeout = timeout
         self._check = check
-        self._span: SpanHandle | None = None
+        self._taken: Reservation | None = None
         self._grants: list[tuple[Region, int]] = []
         self._entered = False
         self._posting: PostingHandle | None = None
@@ -93,10 +93,9 @@ class Landing:
         if self._entered:
             raise UsageError("an offer is entered once", hint="make another one")
         layout, table, plane = self._cache.layout, self._table, self._client.plane
-        first = self._cache.regions[layout.placements[0].region]
         self._cache.require(plane)
         self._cache.check_table(table)
-        self._span = self._client.ledger.acquire(first.id, table.blocks, f"offer {self.request_id}")
+        self._taken = self._client.reservations.acquire([(self._cache.footprint, table)], f"offer {self.request_id}")
         self._entered = True
         deadline = Deadline.after(self._timeout)
         try:
@@ -306,14 +305,14 @@ class Landing:
     def _revoke(self) -> None:
         self._stop_timer()
         self._closed = True
-        if self._span is None:
+        if self._taken is None:
             return
-        span, self._span = self._span, None
+        taken, self._taken = self._taken, None
         self._client.leave(self)
         if not self._client.closed:
             self._client.plane.stalls.end(self)
-        self._client.ledger.quarantine(span, f"offer {self.request_id} is settling")
-        self._quiet = self._client.release_when_quiet(span, self._take_back())
+        self._client.reservations.quarantine(taken, f"offer {self.request_id} is settling")
+        self._quiet = self._client.release_when_quiet(taken, self._take_back())
         for _, grant in self._grants:
             self._client.plane.memory.hear_no_more(grant)
         self._withdraw()

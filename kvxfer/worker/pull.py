@@ -110,15 +110,15 @@ class Pull:
         deadline = Deadline.after(self._timeout)
         self._cache.require(self._client.plane)
         self._cache.check_table(self._table)
-        first = self._cache.regions[self._cache.layout.placements[0].region]
-        span = self._client.ledger.acquire(first.id, self._table.blocks, f"pull {self._request_id}")
+        covered = [(self._cache.footprint, self._table)]
+        taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
         self._client.enter(self, self._fail)
         try:
             return await self._claim_and_read(deadline)
         finally:
             self._client.leave(self)
-            self._client.ledger.quarantine(span, f"pull {self._request_id} is settling")
-            self._client.release_when_settled(span, self._running)
+            self._client.reservations.quarantine(taken, f"pull {self._request_id} is settling")
+            self._client.release_when_settled(taken, self._running)
 
     async def _claim_and_read(self, deadline: Deadline) -> Pulled:
         try:

@@ -97,7 +97,7 @@ async def test_closing_in_the_middle_of_everything_leaves_nothing(transport: str
             results = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 5)
             for result in results:
                 assert not isinstance(result, BaseException) or isinstance(result, KvxferError), repr(result)
-            assert [a.ledger.spans, b.ledger.spans] == [(), ()]
+            assert [a.reservations.live, b.reservations.live] == [(), ()]
         del source, sink, big, other, published, landing, push, told, running, work, both, a, b, results
         gc.collect()
     assert asyncio.all_tasks() == tasks
@@ -265,7 +265,7 @@ async def test_times_that_make_no_sense_are_refused_by_every_call(bad: Any) -> N
                     await made
                 raise AssertionError(f"call {number} took {bad!r}")
         assert client.plane.engine.counters().grants == 1
-        assert client.ledger.spans == ()
+        assert client.reservations.live == ()
 
 
 async def test_whole_seconds_are_times() -> None:

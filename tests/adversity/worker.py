@@ -85,8 +85,8 @@ class Worker:
             gauges = {
                 "inflight": counters.inflight,
                 "grants": counters.grants,
-                "pinned": self.client.ledger.pinned_blocks,
-                "quarantined": self.client.ledger.quarantined_blocks,
+                "pinned": self.client.reservations.pinned_blocks,
+                "quarantined": self.client.reservations.quarantined_blocks,
             }
             if not any(gauges.values()):
                 break

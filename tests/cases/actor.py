@@ -120,8 +120,10 @@ class Actor(Many, Mail, Load):
 
     async def claim_blocks(self, cache: str, blocks: list[int]) -> None:
         """What the next request would do: take the blocks, and give them back at once."""
-        ledger = self.client.ledger
-        ledger.release(ledger.acquire(self.caches[cache].regions[0].id, blocks, "the next request"))
+        layout = self.caches[cache].layout
+        table = BlockTable.of(blocks, len(blocks) * layout.geometry.block_tokens)
+        reservations = self.client.reservations
+        reservations.release(reservations.acquire([(self.caches[cache].footprint, table)], "the next request"))
 
     async def watch(self, name: str, every_s: float, for_s: float, offset: int = 0, length: int | None = None) -> None:
         """Look at the bytes again and again; `watched` says how often they had changed."""
@@ -442,8 +444,8 @@ class Actor(Many, Mail, Load):
             "imports": counters.imports,
             "regions": counters.regions,
             "quarantined_grants": counters.quarantined_grants,
-            "pinned": self.client.ledger.pinned_blocks,
-            "quarantined": self.client.ledger.quarantined_blocks,
+            "pinned": self.client.reservations.pinned_blocks,
+            "quarantined": self.client.reservations.quarantined_blocks,
             "threads": int(counters.threads),
             "fds": len(os.listdir("/proc/self/fd")),
             "tasks": len([task for task in asyncio.all_tasks() if not task.done()]),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kvxfer
 from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
@@ -199,3 +202,40 @@ async def test_c07_a_layer_that_failed_fails_alone(nodes: Cluster) -> None:
     ended = await b.do("ended", name="f")
     assert ended["layers"][3] == ended["final"] == "injected"
     assert [layer for n, layer in enumerate(ended["layers"]) if n != 3] == wanted[:3] + wanted[4:]
+
+
+async def test_c98_bytes_are_promised_once_by_whatever_name() -> None:
+    """The same memory by another order of regions, another registration or another block size is refused to a second
+    request, for offers and pulls alike; what the first does not cover is not.
+    """
+    shape = kvxfer.Geometry(layers=2, kv_heads=1, head_size=32, block_tokens=16, dtype="float16")
+    stage = replace(shape, layers=1)
+    size, table = shape.bytes_per_block, kvxfer.BlockTable.of([0], 16)
+    placed = kvxfer.LayerPlacement
+
+    def cache(geometry: kvxfer.Geometry, regions: list[kvxfer.Region], *places: tuple[int, int]) -> kvxfer.KVCache:
+        placements = tuple(placed(region=region, offset=offset) for region, offset in places)
+        return kvxfer.KVCache(kvxfer.CacheLayout(geometry=geometry, blocks=1, placements=placements), regions)
+
+    async with kvxfer.local() as client:
+        memory = np.zeros(4 * size, np.uint8)
+        one, other = await client.register(memory), await client.alloc(size)
+        twice = await client.register(memory)
+        layers = (0, 0), (1, 0)
+        async with client.offer("first", cache(shape, [one, other], *layers), table):
+            for again in (
+                cache(shape, [other, one], *layers),
+                cache(shape, [twice, await client.alloc(size)], *layers),
+                cache(replace(stage, kv_parts=1, block_tokens=1), [one], (0, size - 64)),
+            ):
+                used = kvxfer.BlockTable.of([0], again.layout.geometry.block_tokens)
+                with pytest.raises(kvxfer.errors.RegionBusy, match="offer first"):
+                    await client.offer("second", again, used).__aenter__()
+            async with client.publish("ticket", cache(stage, [one], (0, size)), table) as ticket:
+                with pytest.raises(kvxfer.errors.RegionBusy, match="offer first"):
+                    await client.pull(ticket, cache(stage, [one], (0, 0)), table)
+                await client.pull(ticket, cache(stage, [one], (0, 2 * size)), table)  # another stage's memory
+            async with client.offer("next", cache(stage, [twice], (0, size)), table):
+                pass
+        async with client.offer("second", cache(shape, [other, one], *layers), table):
+            pass

@@ -191,7 +191,7 @@ async def test_releasing_memory_ends_what_is_offered_published_and_shared_in_it(
                     await waiting
             await other.regions[0].release()
             assert await ticket.wait_released() == "withdrawn"
-        assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+        assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
         await until(lambda: not b.control._postings)
 
 

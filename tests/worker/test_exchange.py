@@ -64,7 +64,12 @@ async def gauges_are_clean(client: kvxfer.Client) -> None:
     """After a flow nothing stays pinned, quarantined, granted or in flight."""
     for _ in range(200):
         counters = client.plane.engine.counters()
-        left = (client.ledger.pinned_blocks, client.ledger.quarantined_blocks, counters.grants, counters.inflight)
+        left = (
+            client.reservations.pinned_blocks,
+            client.reservations.quarantined_blocks,
+            counters.grants,
+            counters.inflight,
+        )
         if left == (0, 0, 0, 0):
             return
         await asyncio.sleep(0.01)

@@ -158,7 +158,7 @@ async def test_closing_the_client_ends_a_landing_that_is_waited_for(how: str) ->
         with pytest.raises(ClosedError):
             await asyncio.wait_for(waiting, 5)
         await landing.__aexit__(None, None, None)
-        assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+        assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
 
 
 async def test_an_offer_is_entered_once() -> None:
@@ -222,7 +222,7 @@ async def test_cancelled_after_the_commit_but_before_the_daemon_s_answer_it_give
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        await until(lambda: b.ledger.spans == ())
+        await until(lambda: b.reservations.live == ())
         await until(lambda: b.plane.engine.counters().grants == 0)
 
 

@@ -121,7 +121,7 @@ async def test_closing_the_client_ends_a_pull() -> None:
             await b.aclose()
             with pytest.raises(ClosedError):
                 await asyncio.wait_for(pulling, 5)
-            assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+            assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
             ticket._end("withdrawn")
 
 
@@ -137,7 +137,7 @@ async def test_a_callback_that_raises_ends_the_pull_and_frees_the_place() -> Non
         async with a.publish("r", source, TABLE, retryable=True) as ticket:
             with pytest.raises(ZeroDivisionError):
                 await b.pull(ticket, sink, TABLE, on_layer=bad)
-            assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+            assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
             await b.pull(ticket, sink, TABLE)
         assert ticket.outcome == "released"
         assert np.count_nonzero(sink.regions[0].array) == 3 * 2 * 40 * 2 * 8 * 4
@@ -263,7 +263,7 @@ async def test_a_cancelled_pull_releases_by_itself(step: str) -> None:
                 await pulling
             assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
             assert isinstance(ticket.error, TransferCancelled)
-        await until(lambda: (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0))
+        await until(lambda: (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0))
 
 
 async def test_a_claim_that_never_arrived_is_no_consumer() -> None:

@@ -135,7 +135,7 @@ async def test_each_element_is_read_once_and_is_right(name: str, transport: str)
         assert (pulled.tokens, pulled.layers, pulled.transport) == (TOKENS, 4, transport)
         if name == "more than is needed":
             assert pulled.bytes_by_source[2] == 0
-        assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+        assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
 
 
 async def test_a_narrower_target_reads_what_it_holds() -> None:
@@ -174,7 +174,7 @@ async def test_what_nobody_holds_is_refused_before_a_byte_moves(what: str) -> No
                 assert await asyncio.wait_for(ticket.wait_released(), 5 * slack()) == "abandoned"
                 assert isinstance(ticket.error, GeometryMismatch)
         assert (target.regions[0].array == 7).all()
-        assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+        assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
 
 
 async def test_another_model_among_the_sources_is_named() -> None:
@@ -202,7 +202,7 @@ async def test_a_ticket_that_is_over_ends_the_claims_of_the_others() -> None:
             assert refused.value.fields["ticket"] == 2
             # The others may have been claimed or not; who was claimed hears of its end, and none stays claimed.
             await until(lambda: not any(ticket._claims - ticket._released_by for ticket in tickets))
-        assert (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0)
+        assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize("end", ["source", "cancel", "close"])
@@ -230,7 +230,7 @@ async def test_an_end_in_the_middle_is_one_outcome_and_all_are_told(end: str) ->
                     assert await asyncio.wait_for(ticket.wait_released(), 5 * slack()) == "abandoned"
                     wanted = PeerLost if end == "close" else TransferCancelled
                     assert isinstance(ticket.error, wanted)
-        await until(lambda: (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0))
+        await until(lambda: (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0))
         assert a.plane.engine.counters().grants == 0
 
 

@@ -88,7 +88,7 @@ async def test_an_owner_that_does_not_answer_is_waited_for_until_the_deadline(wa
             with pytest.raises(TransferTimeout):
                 async with a.publish("r", source, TABLE) as ticket:
                     await b.pull(ticket, sink, TABLE, timeout=0.1)
-        await until(lambda: (b.ledger.pinned_blocks, b.ledger.quarantined_blocks) == (0, 0))
+        await until(lambda: (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0))
 
 
 async def test_layers_of_many_segments_are_moved_in_several_pieces() -> None:

@@ -17,6 +17,7 @@ from kvxfer.testing.sim.loop import PROCESS
 from kvxfer.wire.messages import GiveUp
 
 if TYPE_CHECKING:
+    from kvxfer.memory.region import KVCache
     from kvxfer.testing.sim.data import Grant, Op
     from kvxfer.testing.sim.engine import SimEngine
     from kvxfer.testing.sim.loop import Process
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 VIOLATIONS_MAX = 20
 LEASE_SLACK_S = 0.05  # a timer of the loop has this long to notice a lease that ran out
 OWN_POSTINGS = 1  # the daemon's region for `kvxfer ping`
-PAGE_BLOCKS_MAX = 4096  # caches here are smaller than one page of the ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +45,21 @@ class Violation:
 class Cache:
     """How one worker's cache lies in its region: enough to find the block of a byte."""
 
-    def __init__(self, client: Client, region: int, layer_bytes: int, part_bytes: int, block_bytes: int) -> None:
+    def __init__(self, client: Client, cache: KVCache, layer_bytes: int, part_bytes: int, block_bytes: int) -> None:
         self.client = client
-        self.region = region
+        self.footprint = cache.footprint
+        self.region = cache.regions[0].id
         self.layer_bytes = layer_bytes
         self.part_bytes = part_bytes
         self.block_bytes = block_bytes
 
     def holders(self, offset: int, length: int) -> set[str]:
-        """Who holds the blocks of a span, according to the ledger; '' for a free one."""
-        ledger: Any = self.client.ledger
-        page = ledger._pages.get((self.region, 0))
+        """Who holds the blocks of a span, according to the worker's books; '' for a free one."""
         found: set[str] = set()
         at = offset
         while at < offset + length:
             inside = at % self.layer_bytes % self.part_bytes
-            slot = -1 if page is None else int(page[inside // self.block_bytes]) - 1
-            found.add(ledger._spans[slot].handle.holder if slot >= 0 else "")
+            found |= self.client.reservations.holders(self.footprint, inside // self.block_bytes) or {""}
             at += self.block_bytes - inside % self.block_bytes
         return found
 
@@ -194,7 +192,7 @@ class Oracle:
             return
         name = worker.process.name
         plane: Any = client.plane
-        for what in (plane._line, client.ledger):
+        for what in (plane._line, client.reservations):
             try:
                 what.check()
             except AssertionError as broken:
@@ -262,8 +260,8 @@ class Oracle:
             name,
             {
                 "flows": len(client._flows),
-                "pinned blocks": client.ledger.pinned_blocks,
-                "quarantined blocks": client.ledger.quarantined_blocks,
+                "pinned blocks": client.reservations.pinned_blocks,
+                "quarantined blocks": client.reservations.quarantined_blocks,
                 "operations in flight": client.plane._line.admission.inflight_ops,
                 "bytes in flight": client.plane._line.admission.inflight_bytes,
                 "transfers": len(client.plane._by_region) + len(client.plane._workers),

@@ -37,13 +37,13 @@ def _quarantine_skipped() -> list[Change]:
     """Blocks are free as soon as their user has left, not when the engine is quiet."""
     release = Client.release_when_quiet
 
-    def at_once(client: Any, span: Any, quiet: Any) -> Any:
-        client.ledger.release(span)
-        held = client.ledger.acquire(span.region, [], "nobody")
+    def at_once(client: Any, taken: Any, quiet: Any) -> Any:
+        client.reservations.release(taken)
+        held = client.reservations.acquire([], "nobody")
         return release(client, held, quiet)
 
-    def settled(client: Any, span: Any, transfers: Any) -> None:
-        client.ledger.release(span)
+    def settled(client: Any, taken: Any, transfers: Any) -> None:
+        client.reservations.release(taken)
 
     return [(Client, "release_when_quiet", at_once), (Client, "release_when_settled", settled)]
 

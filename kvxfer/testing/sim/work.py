@@ -117,13 +117,14 @@ async def equip(worker: Worker, client: Client) -> None:
     region = await client.alloc(length)
     step = layout.placements[1].offset
     block = GEOMETRY.block_tokens * WIDTH
+    cache = KVCache(layout, region)
     worker.extra.update(
-        cache=KVCache(layout, region),
+        cache=cache,
         free=deque(range(BLOCKS)),
         scratch=await client.alloc(512),
     )
     engine: Any = client.plane.engine
-    worker.world.oracle.caches[engine] = Cache(client, region.id, step, BLOCKS * block, block)
+    worker.world.oracle.caches[engine] = Cache(client, cache, step, BLOCKS * block, block)
 
 
 class Work:

@@ -99,12 +99,11 @@ class Side:
             return {"addresses": list(self.client.addresses)}
 
     async def blocks_are_quiet(self, blocks: list[int], who: str) -> bool:
-        """Wait until no span of the client holds them; whoever waits in vain has found a stuck quarantine."""
-        region, mine = self.sink_cache.regions[0].id, set(blocks)
+        """Wait until nobody holds them; whoever waits in vain has found a stuck quarantine."""
+        footprint = self.sink_cache.footprint
 
         def quiet() -> bool:
-            spans = (span for span in self.client.ledger.spans if span.region == region)
-            return not any(mine.intersection(span.blocks.tolist()) for span in spans)
+            return not any(self.client.reservations.holders(footprint, block) for block in blocks)
 
         if await within(REST_S, quiet):
             return True
@@ -144,8 +143,8 @@ class Side:
             "permits": client.plane.permits,
             "grants": counters.grants,
             "quarantined_grants": counters.quarantined_grants,
-            "pinned": client.ledger.pinned_blocks,
-            "quarantined_blocks": client.ledger.quarantined_blocks,
+            "pinned": client.reservations.pinned_blocks,
+            "quarantined_blocks": client.reservations.quarantined_blocks,
         }
 
 
