@@ -129,6 +129,7 @@ TESTS_OF_MORE = (
         "native/sanitize/",
         "native/fuzz/",
         "native/test_conformance.py",
+        "native/test_frames.py",
         "native/test_fuzz.py",
         "native/test_mutants.py",
         "native/test_ascend_abi.py",

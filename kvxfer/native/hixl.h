@@ -42,7 +42,7 @@
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
 #define HIXL_ACCEPT_MS        100
 #define HIXL_ENGINE_TEXT      64
-#define HIXL_LOCATION_UNITS   16
+#define HIXL_LOCATION_UNITS   KVX_STREAM_UNITS_MAX
 
 typedef struct hixl_transport hixl_transport;
 typedef struct hixl_device hixl_device;
@@ -366,6 +366,7 @@ void kvx_hixl_owner_close(hixl_transport *hixl);
 int kvx_hixl_peer_connect(void *transport, kvx_peer *peer);
 int kvx_hixl_peer_close(void *transport, kvx_peer *peer, kvx_import *import);
 int kvx_hixl_mem_import(void *transport, kvx_import *import);
+uint64_t kvx_hixl_peer_witness(const hixl_peer *peer);
 bool kvx_hixl_peer_frame(hixl_conn *conn);
 void kvx_hixl_peer_open(hixl_conn *conn);                           /* greeted */
 void kvx_hixl_peer_end(hixl_conn *conn, int status, int sys_errno); /* the connection is no good any more */

@@ -155,7 +155,10 @@ static void ping(hixl_link *link, uint64_t now_ms) {
     link->ping_peer = found;
     if (found != NULL) {
         link->ping_number = ++found->pings;
-        kvx_frame frame = {.type = KVX_FRAME_PING, .op = link->ping_number, .value = (uint32_t)link->physical};
+        kvx_frame frame = {.type = KVX_FRAME_PING,
+                           .op = link->ping_number,
+                           .tag = kvx_hixl_peer_witness(found),
+                           .value = (uint32_t)link->physical};
         kvx_hixl_send(found->conn, &frame, NULL, NULL);
     }
     pthread_mutex_unlock(&hixl->lock);

@@ -78,9 +78,9 @@ static void attach_end(hixl_transport *hixl, hixl_attach *attach) {
 static void acknowledge(hixl_conn *conn, uint64_t op, int status, const uint8_t *key) {
     kvx_frame frame = {.type = KVX_FRAME_ACK,
                        .flags = key == NULL ? KVX_FRAME_F_BARE : 0,
-                       .status = status,
+                       .status = kvx_refusal_told(status),
                        .op = op,
-                       .segment = UINT32_MAX};
+                       .segment = KVX_SEGMENT_UNKNOWN};
     if (status != KVX_OK) {
         KVX_COUNT(conn->hixl->counters, refused, 1);
     }
@@ -192,7 +192,7 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
 }
 
 static void ask_back(hixl_attach *attach) {
-    kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle, .grant = attach->grant};
+    kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle};
     attach->asked = true;
     kvx_hixl_send(attach->conn, &frame, attach->key, NULL);
 }
@@ -204,13 +204,13 @@ static bool on_attach(hixl_conn *conn) {
     kvx_access access;
     hixl_location location;
     bool guessed = false;
-    if (frame->op == 0 || frame->segments != 1 || kvx_table_get(&conn->attached, frame->op) != NULL) {
+    if (frame->op == 0 || kvx_table_get(&conn->attached, frame->op) != NULL) {
         return false;
     }
     /* With the lock: a revoke finds the attachment, or we find that it was revoked. */
     pthread_mutex_lock(&hixl->lock);
     int status =
-        hixl->closing ? KVX_E_PEER_LOST : kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
+        hixl->closing ? KVX_E_REVOKED : kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
     if (status != KVX_OK) {
         acknowledge(conn, frame->op, status, NULL);
     } else if (!kvx_hixl_authentic(conn, access.grant->key)) {
@@ -327,10 +327,23 @@ static int health(const hixl_transport *hixl, uint64_t physical) {
     return KVX_OK;
 }
 
-bool kvx_hixl_owner_frame(hixl_conn *conn) {
+static bool on_ping(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
-    switch (frame->type) {
+    if (!conn->proved) {
+        return false;
+    }
+    kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op, .status = health(hixl, frame->value)};
+    pthread_mutex_lock(&hixl->lock);
+    const hixl_attach *witness = kvx_table_get(&conn->attached, frame->tag);
+    answer.tag = witness != NULL ? frame->tag : 0;
+    kvx_hixl_send(conn, &answer, witness != NULL ? witness->key : NULL, NULL);
+    pthread_mutex_unlock(&hixl->lock);
+    return true;
+}
+
+bool kvx_hixl_owner_frame(hixl_conn *conn) {
+    switch (conn->rx.frame.type) {
     case KVX_FRAME_ATTACH:
         return on_attach(conn);
     case KVX_FRAME_DETACH:
@@ -339,13 +352,7 @@ bool kvx_hixl_owner_frame(hixl_conn *conn) {
     case KVX_FRAME_NOTIFY:
         return on_notify(conn);
     case KVX_FRAME_PING:
-        if (conn->proved) {
-            kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op, .status = health(hixl, frame->value)};
-            pthread_mutex_lock(&hixl->lock);
-            kvx_hixl_send(conn, &answer, NULL, NULL);
-            pthread_mutex_unlock(&hixl->lock);
-        }
-        return conn->proved;
+        return on_ping(conn);
     case KVX_FRAME_BYE:
         conn->said_bye = true;
         return true;

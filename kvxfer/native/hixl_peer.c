@@ -352,11 +352,17 @@ void kvx_hixl_import_leave(hixl_import *import) {
     give_back(import);
 }
 
+/* With the lock held: a number that we gave to something? What it was given to may be over by now. */
+static bool numbered(const hixl_peer *peer, uint64_t number) {
+    return number > 0 && number <= peer->next_number;
+}
+
 static bool on_location(hixl_conn *conn) {
     hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
     pthread_mutex_lock(&hixl->lock);
     hixl_import *import = kvx_table_get(&peer->by_handle, conn->rx.frame.op);
+    bool over = import == NULL && numbered(peer, conn->rx.frame.op);
     bool good = import != NULL && import->pending && kvx_hixl_authentic(conn, import->key);
     if (good) {
         import->pending = false;
@@ -377,7 +383,7 @@ static bool on_location(hixl_conn *conn) {
         }
     }
     pthread_mutex_unlock(&hixl->lock);
-    return good || import == NULL;
+    return good || over;
 }
 
 static bool on_revoke(hixl_conn *conn) {
@@ -386,7 +392,9 @@ static bool on_revoke(hixl_conn *conn) {
     pthread_mutex_lock(&hixl->lock);
     hixl_import *import = kvx_table_get(&peer->by_handle, conn->rx.frame.op);
     bool known = import != NULL && import->attached; /* otherwise our DETACH is on its way */
-    bool good = !known || kvx_hixl_authentic(conn, import->key);
+    bool good = known            ? kvx_hixl_authentic(conn, import->key)
+                : import != NULL ? !import->pending
+                                 : numbered(peer, conn->rx.frame.op);
     if (known && good) {
         import->asked_back = true;
         import->shut = import->shut == KVX_OK ? KVX_E_REVOKED : import->shut;
@@ -476,32 +484,60 @@ static bool on_ack(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     bool bare = frame->flags & KVX_FRAME_F_BARE;
-    bool good = true;
+    int status = frame->status;
     pthread_mutex_lock(&hixl->lock);
+    bool good = numbered(peer, frame->op);
     hixl_import *import = kvx_table_get(&peer->by_handle, frame->op);
     hixl_xfer *xfer = kvx_table_get(&peer->awaiting, frame->op);
     if (import != NULL) {
-        good = import->pending && frame->status != KVX_OK;
+        good = import->pending && status != KVX_OK;
         if (good) { /* who answers without the key is told to have refused it */
-            int status = bare || kvx_hixl_authentic(conn, import->key) ? frame->status : KVX_E_KEY;
+            status = bare || kvx_hixl_authentic(conn, import->key) ? status : KVX_E_KEY;
             import->pending = false;
             kvx_import_done(import->import, status, 0);
         }
-    } else if (xfer != NULL) {
-        good = bare || kvx_hixl_authentic(conn, xfer->op->import->remote.key);
+    } else if (xfer != NULL) { /* without the key it can only be that the grant is gone, and no more is believed */
+        good = bare ? status != KVX_E_KEY
+                    : status != KVX_E_REFUSED && kvx_hixl_authentic(conn, xfer->op->import->remote.key);
+        status = bare ? KVX_E_UNKNOWN : status;
         if (good) {
             kvx_table_remove(&peer->awaiting, frame->op);
         }
     }
     pthread_mutex_unlock(&hixl->lock);
     if (good && import == NULL && xfer != NULL) {
-        kvx_hixl_xfer_complete(xfer, frame->status);
+        kvx_hixl_xfer_complete(xfer, status);
     }
     return good;
 }
 
-bool kvx_hixl_peer_frame(hixl_conn *conn) {
+/* With the lock held: an import whose key both sides have, for the owner to prove an answer with; 0 = there is none. */
+uint64_t kvx_hixl_peer_witness(const hixl_peer *peer) {
+    const hixl_import *import = peer->imports;
+    while (import != NULL && !import->attached) {
+        import = import->next;
+    }
+    return import == NULL ? 0 : import->handle;
+}
+
+static bool on_pong(hixl_conn *conn) {
+    hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
+    const kvx_frame *frame = &conn->rx.frame;
+    pthread_mutex_lock(&hixl->lock);
+    const hixl_import *witness = kvx_table_get(&peer->by_handle, frame->tag);
+    bool proved = witness != NULL && kvx_hixl_authentic(conn, witness->key);
+    bool good = frame->op == peer->pongs + 1 && peer->pongs < peer->pings && (proved || witness == NULL);
+    if (good) { /* what is not proved may fail us, but not say how */
+        peer->pongs++;
+        peer->pong_status = frame->status == KVX_OK || proved ? frame->status : KVX_E_LINK;
+        kvx_hixl_devices_wake(hixl);
+    }
+    pthread_mutex_unlock(&hixl->lock);
+    return good;
+}
+
+bool kvx_hixl_peer_frame(hixl_conn *conn) {
     switch (conn->rx.frame.type) {
     case KVX_FRAME_LOCATION:
         return on_location(conn);
@@ -510,13 +546,7 @@ bool kvx_hixl_peer_frame(hixl_conn *conn) {
     case KVX_FRAME_REVOKE:
         return on_revoke(conn);
     case KVX_FRAME_PONG:
-        pthread_mutex_lock(&hixl->lock);
-        bool expected = conn->rx.frame.op == conn->peer->pongs + 1 && conn->peer->pongs < conn->peer->pings;
-        conn->peer->pongs += expected;
-        conn->peer->pong_status = conn->rx.frame.status;
-        kvx_hixl_devices_wake(hixl);
-        pthread_mutex_unlock(&hixl->lock);
-        return expected;
+        return on_pong(conn);
     case KVX_FRAME_BYE:
         kvx_hixl_peer_end(conn, KVX_E_PEER_LOST, 0);
         return true;

@@ -20,6 +20,7 @@
 
 #include "auth.h"
 #include "newcomers.h"
+#include "refusal.h"
 #include "table.h"
 #include "transport.h"
 

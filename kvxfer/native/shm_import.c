@@ -111,6 +111,10 @@ static int open_up(shm_import *import, const shm_message *message, int fd, int *
     if (message->how == SHM_BY_MAPPING) {
         return kvx_shm_map(import, message, fd, errno_p);
     }
+    uint64_t end;
+    if (__builtin_add_overflow(message->attached.at, import->length, &end)) {
+        return KVX_E_NOT_KVXFER;
+    }
     import->remote = (uint8_t *)(uintptr_t)message->attached.at;
     return kvx_shm_probe(import, message, errno_p);
 }
@@ -124,10 +128,11 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
     bool good = import != NULL && import->pending && (message->how == SHM_BY_MAPPING) == (*fd_p != -1);
     int status = message->status, sys_errno = message->sys_errno;
     if (good && status == KVX_OK) {
-        good =
-            message->how != SHM_NOT && message->how <= SHM_BY_ATTACH && kvx_shm_authentic(link, message, import->key);
-    } else if (good) { /* who does not know the grant cannot prove anything: that it refuses is all we believe */
-        status = status > 0 && status != KVX_PENDING ? status : KVX_E_INTERNAL;
+        good = message->how != SHM_NOT && sys_errno == 0 && kvx_shm_authentic(link, message, import->key);
+    } else if (good) { /* who does not know the grant cannot prove anything; any other reason is proved */
+        bool bare = kvx_refusal_bare(status) || status == KVX_E_UNSUPPORTED;
+        good = message->how == SHM_NOT && (bare || ((kvx_refusal(status) || status == KVX_E_REFUSED) &&
+                                                    kvx_shm_authentic(link, message, import->key)));
     }
     if (good) {
         bool attached = status == KVX_OK;
@@ -154,8 +159,10 @@ bool kvx_shm_on_revoke(shm_peer *peer, shm_link *link, const shm_message *messag
     bool good = true;
     pthread_mutex_lock(&shm->lock);
     shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
-    if (import != NULL && import->attached) { /* otherwise our DROP is on its way to them */
+    if (import != NULL && import->attached) {
         good = kvx_shm_authentic(link, message, import->key);
+    } else if (import != NULL) { /* it was refused, or our DROP is on its way to them; but they have answered */
+        good = !import->pending;
     }
     if (good && import != NULL && import->attached && !import->revoke) {
         import->revoke = true;

@@ -99,9 +99,6 @@ static int check(const shm_link *link, const shm_message *message, const kvx_acc
     if (!kvx_shm_authentic(link, message, access->grant->key)) {
         return KVX_E_KEY;
     }
-    if (message->import.access == 0 || message->import.length == 0) {
-        return KVX_E_INVALID;
-    }
     int status = kvx_access_allow(access, message->import.access);
     return status == KVX_OK ? kvx_access_claim(access, message->import.length) : status;
 }
@@ -112,7 +109,7 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
     shm_transport *shm = link->shm;
     const kvx_grant *grant = access->grant;
     if (link->attached.count >= shm->config->grants_max) {
-        return KVX_E_LIMIT;
+        return KVX_E_REFUSED;
     }
     if (grant->region->memfd < 0 && (shm->config->flags & KVX_ENGINE_NO_CMA)) {
         answer->sys_errno = EPERM;
@@ -152,11 +149,13 @@ static bool on_import(shm_link *link, const shm_message *message) {
     shm_message answer = {.type = SHM_IMPORTED, .handle = message->handle};
     kvx_access access;
     int fd = -1;
-    if (message->handle == 0 || kvx_table_get(&link->attached, message->handle) != NULL) {
+    bool asks =
+        message->import.access != 0 && message->import.access <= (KVX_READ | KVX_WRITE) && message->import.length != 0;
+    if (!asks || kvx_table_get(&link->attached, message->handle) != NULL) {
         return false;
     }
     if (shm->closing) {
-        answer.status = KVX_E_PEER_LOST;
+        answer.status = KVX_E_REVOKED;
         kvx_shm_send(link, &answer, NULL, -1);
         return true;
     }
@@ -172,7 +171,10 @@ static bool on_import(shm_link *link, const shm_message *message) {
         } else {
             status = let_in(link, message, &access, &answer, &fd);
         }
-        answer.status = status;
+        if (status != KVX_OK) {
+            answer = (shm_message){
+                .type = SHM_IMPORTED, .handle = message->handle, .sys_errno = answer.sys_errno, .status = status};
+        }
         kvx_access_end(shm->core, &access);
         kvx_shm_send(link, &answer, status == KVX_E_KEY ? NULL : key, fd);
     } else {

@@ -143,7 +143,7 @@ bool kvx_trailer_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t 
                       const uint8_t bytes[KVX_STREAM_TRAILER_BYTES], int32_t *status_p, uint32_t *crc_p) {
     uint8_t mac[KVX_MAC_BYTES];
     trailer_mac(auth, key, counter, sender_role, bytes, mac);
-    if (!kvx_mac_equal(mac, bytes + TRAILER_AT_MAC)) {
+    if (!kvx_mac_equal(mac, bytes + TRAILER_AT_MAC) || kvx_bytes_load(bytes + TRAILER_AT_ZERO, 8) != 0) {
         return false;
     }
     *status_p = (int32_t)(uint32_t)kvx_bytes_load(bytes + TRAILER_AT_STATUS, 4);
@@ -269,8 +269,12 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != opposite(rx->role)) {
         return fail(rx, KVX_E_NOT_KVXFER);
     }
-    if (hello->streams == 0 || hello->streams > KVX_STREAM_STREAMS_MAX || hello->stream >= hello->streams ||
-        hello->frame_bytes == 0 || kvx_bytes_load(at + HELLO_AT_ZERO, 3) != 0 ||
+    bool side = rx->role == KVX_STREAM_SIDE_DIALLER || rx->role == KVX_STREAM_SIDE_ACCEPTOR;
+    bool dialled =
+        rx->role == KVX_STREAM_ACCEPTOR || rx->role == KVX_STREAM_SIDE_ACCEPTOR; /* who has nothing to refuse */
+    if (hello->streams == 0 || hello->streams > (side ? 1 : KVX_STREAM_STREAMS_MAX) ||
+        hello->stream >= hello->streams || hello->frame_bytes < KVX_STREAM_FRAME_MIN ||
+        (dialled && hello->status != KVX_OK) || kvx_bytes_load(at + HELLO_AT_ZERO, 3) != 0 ||
         kvx_bytes_load(at + HELLO_AT_END, 4) != 0) {
         return fail(rx, KVX_E_INVALID);
     }
@@ -294,78 +298,109 @@ static void decode(kvx_frame *frame, const uint8_t *at) {
     frame->value = kvx_bytes_load(at + AT_VALUE, 8);
 }
 
-/* The same for a side link: no payloads; units where a place or a host is described. */
-static bool plausible_aside(const kvx_stream_rx *rx) {
+/* -- what may be said -----------------------------------------------------------------------------------------------
+ */
+
+enum {
+    SAYS_STATUS = 1,
+    SAYS_OP = 2,
+    SAYS_INDEX = 4,
+    SAYS_SEGMENT = 8,
+    SAYS_GRANT = 16, /* and generation */
+    SAYS_TAG = 32,
+    SAYS_VALUE = 64,
+    SAYS_LENGTH = 128,
+    SAYS_LIST = 256 /* of segments */
+};
+
+/* One row for each type that a role takes: which flags it may have, which fields it uses (the others are 0), and how
+ * many units it has. tests/native/frames.py says the same from the specification. */
+typedef struct rule {
+    uint8_t role, type;
+    uint16_t flags, says;
+    uint32_t units;
+} rule;
+
+static const rule rules[] = {
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_ATTACH, 0, SAYS_OP | SAYS_GRANT | SAYS_TAG | SAYS_VALUE, 0},
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_DETACH, 0, SAYS_GRANT, 0},
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_PUT, KVX_FRAME_F_NOTIFY | KVX_FRAME_F_CHECK,
+     SAYS_OP | SAYS_INDEX | SAYS_GRANT | SAYS_LENGTH | SAYS_LIST, 0},
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_GET, KVX_FRAME_F_CHECK, SAYS_OP | SAYS_INDEX | SAYS_GRANT | SAYS_LENGTH | SAYS_LIST,
+     0},
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_NOTIFY, 0, SAYS_OP | SAYS_INDEX | SAYS_GRANT | SAYS_TAG | SAYS_VALUE, 0},
+    {KVX_STREAM_ACCEPTOR, KVX_FRAME_BYE, 0, 0, 0},
+    {KVX_STREAM_DIALLER, KVX_FRAME_ACK, KVX_FRAME_F_BARE, SAYS_STATUS | SAYS_OP | SAYS_INDEX | SAYS_SEGMENT, 0},
+    {KVX_STREAM_DIALLER, KVX_FRAME_DATA, KVX_FRAME_F_CHECK, SAYS_OP | SAYS_INDEX | SAYS_LENGTH, 0},
+    {KVX_STREAM_DIALLER, KVX_FRAME_BYE, 0, 0, 0},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_ATTACH, 0, SAYS_OP | SAYS_SEGMENT | SAYS_GRANT | SAYS_TAG | SAYS_VALUE, 1},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_DETACH, 0, SAYS_OP, 0},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_QUIET, 0, SAYS_OP, 0},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_NOTIFY, 0, SAYS_OP | SAYS_GRANT | SAYS_TAG | SAYS_VALUE, 0},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_PING, 0, SAYS_OP | SAYS_TAG | SAYS_VALUE, 0},
+    {KVX_STREAM_SIDE_ACCEPTOR, KVX_FRAME_BYE, 0, 0, 0},
+    {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_LOCATION, 0, SAYS_OP, KVX_STREAM_UNITS_MAX},
+    {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_ACK, KVX_FRAME_F_BARE, SAYS_STATUS | SAYS_OP | SAYS_SEGMENT, 0},
+    {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_REVOKE, 0, SAYS_OP, 0},
+    {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_PONG, 0, SAYS_STATUS | SAYS_OP | SAYS_TAG, 0},
+    {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_BYE, 0, 0, 0},
+};
+
+static const rule *rule_of(uint32_t role, uint8_t type) {
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+        if (rules[i].role == role && rules[i].type == type) {
+            return &rules[i];
+        }
+    }
+    return NULL;
+}
+
+/* Fields that are not used are 0, counts and lengths are within bounds. */
+static bool fields_fit(const kvx_stream_rx *rx, const rule *rule) {
     const kvx_frame *frame = &rx->frame;
-    bool plain = frame->length == 0 && frame->segments == 0 && frame->flags == 0 && frame->status == 0;
-    bool units = frame->length == 0 && frame->flags == 0 && frame->status == 0 && frame->segments > 0 &&
-                 frame->segments <= KVX_STREAM_UNITS_MAX;
-    bool failed = frame->status >= KVX_E_CANCELLED && frame->status < KVX_E_INTERNAL;
-    bool acceptor = rx->role == KVX_STREAM_SIDE_ACCEPTOR;
-    switch (frame->type) {
-    case KVX_FRAME_ATTACH:
-        return acceptor && units;
-    case KVX_FRAME_DETACH:
-    case KVX_FRAME_NOTIFY:
-    case KVX_FRAME_QUIET:
-    case KVX_FRAME_PING:
-        return acceptor && plain;
-    case KVX_FRAME_LOCATION:
-        return !acceptor && units;
-    case KVX_FRAME_REVOKE:
-        return !acceptor && plain;
-    case KVX_FRAME_PONG:
-        return !acceptor && (plain || (failed && frame->length == 0 && frame->segments == 0 && frame->flags == 0));
-    case KVX_FRAME_ACK:
-        return !acceptor && frame->length == 0 && frame->segments == 0 &&
-               (frame->flags == KVX_FRAME_F_BARE ? failed : frame->flags == 0 && (failed || frame->status == 0));
-    case KVX_FRAME_BYE:
-        return plain;
-    default:
+    uint32_t says = rule->says;
+    if (frame->flags & KVX_FRAME_F_NOTIFY) {
+        says |= SAYS_TAG | SAYS_VALUE;
+    }
+    bool listed = says & SAYS_LIST ? frame->segments > 0 && frame->segments <= KVX_STREAM_SEGMENTS_MAX
+                                   : frame->segments == rule->units;
+    bool length = says & SAYS_LENGTH ? frame->length > 0 && frame->length <= rx->frame_bytes : frame->length == 0;
+    return !(frame->flags & ~rule->flags) && listed && length && (says & SAYS_STATUS || frame->status == 0) &&
+           (says & SAYS_OP || frame->op == 0) && (says & SAYS_INDEX || frame->index == 0) &&
+           (says & SAYS_SEGMENT || frame->segment == 0) &&
+           (says & SAYS_GRANT || (frame->grant == 0 && frame->generation == 0)) &&
+           (says & SAYS_TAG || frame->tag == 0) && (says & SAYS_VALUE || frame->value == 0);
+}
+
+/* A segment can be named only of a transfer that failed, and with the key: which it may be, its request knows. */
+static bool ack_fits(const kvx_stream_rx *rx) {
+    const kvx_frame *frame = &rx->frame;
+    bool names = frame->segment != KVX_SEGMENT_UNKNOWN;
+    if (frame->flags & KVX_FRAME_F_BARE) {
+        return kvx_refusal_bare(frame->status) && !names;
+    }
+    if (names && rx->role == KVX_STREAM_SIDE_DIALLER) {
         return false;
     }
+    return frame->status == KVX_OK ? !names : kvx_refusal(frame->status) || frame->status == KVX_E_REFUSED;
 }
 
 /* May a frame like this come from the other side at all? Looks at the fixed header only. */
 static bool plausible(const kvx_stream_rx *rx) {
     const kvx_frame *frame = &rx->frame;
-    if (frame->flags & ~KVX_FRAME_F_ALL || frame->status < 0) {
+    const rule *rule = rule_of(rx->role, frame->type);
+    if (rule == NULL || !fields_fit(rx, rule)) {
         return false;
-    }
-    if (rx->role == KVX_STREAM_SIDE_ACCEPTOR || rx->role == KVX_STREAM_SIDE_DIALLER) {
-        return plausible_aside(rx);
-    }
-    bool bulk = frame->length > 0 && frame->length <= rx->frame_bytes;
-    bool listed = frame->segments > 0 && frame->segments <= KVX_STREAM_SEGMENTS_MAX;
-    bool plain = frame->length == 0 && frame->segments == 0;
-    bool failed = frame->status >= KVX_E_CANCELLED && frame->status < KVX_E_INTERNAL; /* what may be said of an op */
-    if (rx->role == KVX_STREAM_ACCEPTOR) {
-        if (frame->status != 0 || frame->flags & KVX_FRAME_F_BARE) {
-            return false;
-        }
-        switch (frame->type) {
-        case KVX_FRAME_PUT:
-        case KVX_FRAME_GET:
-            return bulk && listed;
-        case KVX_FRAME_ATTACH:
-        case KVX_FRAME_DETACH:
-        case KVX_FRAME_NOTIFY:
-        case KVX_FRAME_BYE:
-            return plain && frame->flags == 0;
-        default:
-            return false;
-        }
     }
     switch (frame->type) {
-    case KVX_FRAME_DATA:
-        return bulk && frame->segments == 0 && frame->status == 0 && !(frame->flags & ~KVX_FRAME_F_CHECK);
+    case KVX_FRAME_ATTACH: /* the segment is a process id, on side links */
+        return frame->tag > 0 && frame->tag <= (KVX_READ | KVX_WRITE) && frame->segment <= INT32_MAX;
     case KVX_FRAME_ACK:
-        return plain &&
-               (frame->flags == KVX_FRAME_F_BARE ? failed : frame->flags == 0 && (failed || frame->status == 0));
-    case KVX_FRAME_BYE:
-        return plain && frame->flags == 0 && frame->status == 0;
+        return ack_fits(rx);
+    case KVX_FRAME_PONG:
+        return frame->status == KVX_OK || frame->status == KVX_E_DEVICE;
     default:
-        return false;
+        return true;
     }
 }
 

@@ -14,6 +14,7 @@
 
 #include "api.h"
 #include "auth.h"
+#include "refusal.h"
 
 #define KVX_STREAM_MAGIC         0x4458564bU /* "KVXD" */
 #define KVX_STREAM_VERSION       1
@@ -26,9 +27,10 @@
 #define KVX_STREAM_HEAD_MAX      (KVX_STREAM_HEADER_BYTES + KVX_STREAM_SEGMENTS_MAX * KVX_STREAM_SEGMENT_BYTES)
 #define KVX_STREAM_BUFFER_BYTES  24576       /* a whole head and some of what follows */
 #define KVX_STREAM_FRAME_MAX     (64u << 20) /* no configuration may ask for larger payloads */
+#define KVX_STREAM_FRAME_MIN     4096        /* nor for smaller ones: an op would become billions of frames */
 #define KVX_STREAM_STREAMS_MAX   32
 #define KVX_STREAM_UNIT_BYTES    16
-#define KVX_STREAM_UNITS_MAX     32 /* of one frame of a side link */
+#define KVX_STREAM_UNITS_MAX     16 /* of LOCATION, the longest frame of a side link */
 
 _Static_assert(KVX_STREAM_BUFFER_BYTES >= KVX_STREAM_HEAD_MAX, "a head must fit the buffer");
 
@@ -56,6 +58,8 @@ enum kvx_frame_type {
 #define KVX_FRAME_F_BARE   4 /* ACK without an authenticator: the owner has no key to prove; never with status 0 */
 #define KVX_FRAME_F_ALL    7
 
+#define KVX_SEGMENT_UNKNOWN UINT32_MAX
+
 typedef struct kvx_frame {
     uint8_t type;
     uint16_t flags;
@@ -63,7 +67,7 @@ typedef struct kvx_frame {
     int32_t status;
     uint64_t op;
     uint32_t index;   /* of the frame within its op */
-    uint32_t segment; /* ACK: first segment that failed within the frame, UINT32_MAX = not known */
+    uint32_t segment; /* ACK: first segment that failed within the frame, KVX_SEGMENT_UNKNOWN = not known */
     uint64_t grant;
     uint64_t generation;
     uint64_t length; /* payload */
@@ -131,6 +135,7 @@ bool kvx_frame_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t co
                     const uint8_t *head, uint64_t length);
 void kvx_trailer_encode(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                         int32_t status, uint32_t crc, uint8_t bytes[KVX_STREAM_TRAILER_BYTES]);
+/* False: the authenticator is wrong, or what a trailer does not use is not 0. */
 bool kvx_trailer_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                       const uint8_t bytes[KVX_STREAM_TRAILER_BYTES], int32_t *status_p, uint32_t *crc_p);
 

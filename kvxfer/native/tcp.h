@@ -156,7 +156,8 @@ typedef struct tcp_request {
     const kvx_region *staged; /* the local region when it is a device's */
     uint64_t op;
     uint32_t index;
-    uint32_t segment; /* of the op, first of this frame */
+    uint32_t segment;  /* of the op, first of this frame */
+    uint32_t segments; /* of this frame; only one of these can be named by its answer */
     uint64_t length;
     kvx_spans spans; /* of the local region */
     uint8_t key[KVX_KEY_BYTES];

@@ -138,8 +138,8 @@ static ssize_t send_some(tcp_conn *conn) {
         }
         if (bytes == left) {
             if (tx->trailer_sent == 0) {
-                kvx_trailer_encode(&conn->auth, tx->key, tx->counter, conn->role, tx->status, tx->check ? tx->crc : 0,
-                                   tx->trailer);
+                kvx_trailer_encode(&conn->auth, tx->key, tx->counter, conn->role, kvx_refusal_told(tx->status),
+                                   tx->check ? tx->crc : 0, tx->trailer);
             }
             vectors[count++] = (struct iovec){.iov_base = tx->trailer + tx->trailer_sent,
                                               .iov_len = KVX_STREAM_TRAILER_BYTES - tx->trailer_sent};

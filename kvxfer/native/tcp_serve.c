@@ -128,7 +128,7 @@ static void queue(tcp_conn *conn, tcp_answer *answer) {
 static void acknowledge(tcp_conn *conn, int status, uint32_t segment, const uint8_t *key) {
     kvx_frame frame = {.type = KVX_FRAME_ACK,
                        .flags = key == NULL ? KVX_FRAME_F_BARE : 0,
-                       .status = status,
+                       .status = kvx_refusal_told(status),
                        .op = conn->rx.frame.op,
                        .index = conn->rx.frame.index,
                        .segment = segment};
@@ -223,7 +223,7 @@ void kvx_tcp_serve_sent(tcp_conn *conn) {
 static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const uint8_t **key_p, uint32_t *segment_p) {
     const kvx_stream_rx *rx = &conn->rx;
     *key_p = NULL;
-    *segment_p = UINT32_MAX;
+    *segment_p = KVX_SEGMENT_UNKNOWN;
     TCP_ORDER_ACQUIRE();
     int status = kvx_access_begin_any(core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
     if (status != KVX_OK) {
@@ -242,7 +242,7 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
         uint64_t offset, length;
         kvx_rx_segment(rx, i, &offset, &length);
         status = kvx_access_range(access_p, offset, length);
-        *segment_p = status == KVX_OK ? UINT32_MAX : i;
+        *segment_p = status == KVX_OK ? KVX_SEGMENT_UNKNOWN : i;
     }
     if (status == KVX_OK && rx->frame.type == KVX_FRAME_ATTACH) {
         /* an import also says what its descriptor claims: a claim too large fails here, not in the middle of an op */
@@ -309,14 +309,13 @@ static void serve_get(tcp_conn *conn) {
     tcp_answer *answer = malloc(sizeof *answer + frame->segments * sizeof answer->segments[0]);
     if (answer == NULL) {
         kvx_access_end(core_of(conn), &access);
-        acknowledge(conn, KVX_E_NOMEM, UINT32_MAX, key);
+        acknowledge(conn, KVX_E_NOMEM, KVX_SEGMENT_UNKNOWN, key);
         return;
     }
     answer->frame = (kvx_frame){.type = KVX_FRAME_DATA,
                                 .flags = frame->flags & KVX_FRAME_F_CHECK,
                                 .op = frame->op,
                                 .index = frame->index,
-                                .segment = UINT32_MAX,
                                 .length = frame->length};
     answer->holds = true;
     answer->access = access;
@@ -332,7 +331,7 @@ static void serve_notify(tcp_conn *conn) {
     conn->notify_blocked = status == KVX_AGAIN;
     conn->rx_stopped = conn->notify_blocked || conn->answers >= TCP_ANSWERS_MAX;
     if (!conn->notify_blocked) {
-        acknowledge(conn, status, UINT32_MAX, conn->rx_key);
+        acknowledge(conn, status, KVX_SEGMENT_UNKNOWN, conn->rx_key);
     }
 }
 
@@ -354,7 +353,7 @@ static void serve_small(tcp_conn *conn) {
         conn->notify = conn->rx.frame;
         serve_notify(conn);
     } else {
-        acknowledge(conn, KVX_OK, UINT32_MAX, key);
+        acknowledge(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
     }
 }
 
@@ -414,16 +413,16 @@ void kvx_tcp_serve_trailer(tcp_conn *conn) {
     if (key != NULL && !kvx_trailer_open(&conn->auth, key, conn->rx.counter, KVX_STREAM_DIALLER, conn->rx.head,
                                          &sender_status, &crc)) {
         put_staged(conn, false);
-        refuse(conn, KVX_E_KEY, UINT32_MAX, NULL);
+        refuse(conn, KVX_E_KEY, KVX_SEGMENT_UNKNOWN, NULL);
         return;
     }
-    bool right = sender_status == KVX_OK && (!(frame->flags & KVX_FRAME_F_CHECK) || crc == conn->rx_crc);
+    bool right = sender_status == KVX_OK && crc == (frame->flags & KVX_FRAME_F_CHECK ? conn->rx_crc : 0);
     if (!put_staged(conn, right)) {
         return;
     }
     int status = conn->rx_status == KVX_OK && !right ? KVX_E_INTEGRITY : conn->rx_status;
     if (status == KVX_E_INTEGRITY) {
-        acknowledge(conn, status, UINT32_MAX, key);
+        acknowledge(conn, status, KVX_SEGMENT_UNKNOWN, key);
     } else if (status != KVX_OK) {
         refuse(conn, status, (uint32_t)conn->rx_segment, key);
     } else {
@@ -432,7 +431,7 @@ void kvx_tcp_serve_trailer(tcp_conn *conn) {
             conn->notify = *frame;
             serve_notify(conn);
         } else {
-            acknowledge(conn, KVX_OK, UINT32_MAX, key);
+            acknowledge(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
         }
     }
 }
@@ -460,6 +459,7 @@ void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant) {
         answer->frame.flags = 0;
         answer->frame.length = 0;
         answer->frame.status = KVX_E_REVOKED;
+        answer->frame.segment = KVX_SEGMENT_UNKNOWN;
         KVX_COUNT(conn->tcp->counters, refused, 1);
     }
     tcp_attached *at = attached_find(conn, grant->id);

@@ -270,8 +270,8 @@ static void start_control(tcp_conn *conn, tcp_control *control) {
                        .op = request ? request->op : 0,
                        .grant = control->grant,
                        .generation = control->generation,
-                       .tag = control->access,
-                       .value = control->length};
+                       .tag = request ? control->access : 0,
+                       .value = request ? control->length : 0};
     kvx_frame_encode(&frame, conn->tx.head);
     kvx_tcp_tx_start(conn, control->key, KVX_STREAM_HEADER_BYTES, NULL);
     conn->sending = request;
@@ -314,7 +314,7 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer) {
     xfer->outstanding++;
     if (!notify) {
         request->segment = (uint32_t)(xfer->cursor.segments - op->segments);
-        frame.segments = encode_segments(conn, xfer, &frame.length);
+        frame.segments = request->segments = encode_segments(conn, xfer, &frame.length);
         request->length = frame.length;
         request->staged = staged(op) ? op->region : NULL;
         request->check = op->flags & KVX_OP_CHECK;
@@ -421,7 +421,7 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
             xfer->bytes += request->length;
             kvx_op_moved(xfer->op, request->length);
         } else {
-            fail(xfer, status, sys_errno, segment == UINT32_MAX ? -1 : (int)(request->segment + segment));
+            fail(xfer, status, sys_errno, segment == KVX_SEGMENT_UNKNOWN ? -1 : (int)(request->segment + segment));
         }
         step(peer, xfer, &done);
     }
@@ -451,6 +451,17 @@ static void nonsense(tcp_conn *conn) {
     kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, EPROTO, true);
 }
 
+/* May this be said of that request? The parser has looked at what may be said at all. */
+static bool fits(const tcp_request *request, const kvx_frame *frame) {
+    if (frame->type == KVX_FRAME_DATA) {
+        return request->type == KVX_FRAME_GET && frame->length == request->length &&
+               frame->flags == (request->check ? KVX_FRAME_F_CHECK : 0);
+    }
+    bool attach = request->type == KVX_FRAME_ATTACH;
+    return (request->type != KVX_FRAME_GET || frame->status != KVX_OK) && (attach || frame->status != KVX_E_REFUSED) &&
+           (frame->segment == KVX_SEGMENT_UNKNOWN || frame->segment < request->segments);
+}
+
 /* Does this answer belong to the oldest request, and has that been sent? */
 static bool expected(tcp_conn *conn, const kvx_frame *frame) {
     pthread_mutex_lock(&conn->tx_lock);
@@ -460,14 +471,22 @@ static bool expected(tcp_conn *conn, const kvx_frame *frame) {
     uint32_t count = conn->request_count;
     pthread_mutex_unlock(&conn->peer->lock);
     const tcp_request *request = oldest(conn);
-    if (count == 0 || sending == request || frame->op != request->op || frame->index != request->index) {
-        return false;
+    return count != 0 && sending != request && frame->op == request->op && frame->index == request->index &&
+           fits(request, frame);
+}
+
+/* An answer that nobody has proved, and that came in the place of one that is. Whoever is in the path can say it, so
+ * all that is taken from it is the end: of an import, of the connection, or, since an owner has no key for a grant that
+ * it has let go of, of this op, without any detail. */
+static void unproved(tcp_conn *conn, const tcp_request *request, const kvx_frame *frame) {
+    bool bare = frame->flags & KVX_FRAME_F_BARE;
+    if (request->type == KVX_FRAME_ATTACH) {
+        settle(conn, bare ? frame->status : KVX_E_KEY, KVX_SEGMENT_UNKNOWN, 0);
+    } else if (bare && frame->status != KVX_E_KEY) {
+        settle(conn, KVX_E_UNKNOWN, KVX_SEGMENT_UNKNOWN, 0);
+    } else { /* the import has shown that both have the key */
+        nonsense(conn);
     }
-    if (frame->type == KVX_FRAME_DATA) {
-        return request->type == KVX_FRAME_GET && frame->length == request->length &&
-               frame->flags == (request->check ? KVX_FRAME_F_CHECK : 0);
-    }
-    return request->type != KVX_FRAME_GET || frame->status != KVX_OK;
 }
 
 void kvx_tcp_xfer_answer(tcp_conn *conn) {
@@ -482,14 +501,10 @@ void kvx_tcp_xfer_answer(tcp_conn *conn) {
     }
     tcp_request *request = oldest(conn);
     bool proved =
-        frame->flags & KVX_FRAME_F_BARE || kvx_frame_open(&conn->auth, request->key, conn->rx.counter,
-                                                          KVX_STREAM_ACCEPTOR, conn->rx.head, conn->rx.head_length);
-    if (!proved) { /* whoever answers does not hold the key */
-        bool attach = request->type == KVX_FRAME_ATTACH && frame->type == KVX_FRAME_ACK;
-        settle(conn, KVX_E_KEY, UINT32_MAX, 0);
-        if (!attach) {
-            nonsense(conn);
-        }
+        !(frame->flags & KVX_FRAME_F_BARE) && kvx_frame_open(&conn->auth, request->key, conn->rx.counter,
+                                                             KVX_STREAM_ACCEPTOR, conn->rx.head, conn->rx.head_length);
+    if (!proved) {
+        unproved(conn, request, frame);
     } else if (frame->type == KVX_FRAME_DATA) {
         conn->rx_spans = request->spans;
         conn->rx_crc = 0;
@@ -500,8 +515,7 @@ void kvx_tcp_xfer_answer(tcp_conn *conn) {
             }
         }
     } else {
-        uint32_t segments = (uint32_t)request->length; /* an upper bound: each has a byte at least */
-        settle(conn, frame->status, frame->segment < segments ? frame->segment : UINT32_MAX, 0);
+        settle(conn, frame->status, frame->segment, 0);
     }
 }
 
@@ -523,13 +537,10 @@ void kvx_tcp_xfer_trailer(tcp_conn *conn) {
     int32_t status;
     uint32_t crc;
     if (!kvx_trailer_open(&conn->auth, request->key, conn->rx.counter, KVX_STREAM_ACCEPTOR, conn->rx.head, &status,
-                          &crc)) {
-        settle(conn, KVX_E_KEY, UINT32_MAX, 0);
+                          &crc) ||
+        (status != KVX_OK && !kvx_refusal(status)) || (!request->check && crc != 0)) {
         nonsense(conn);
         return;
-    }
-    if (status != KVX_OK && (status < KVX_E_CANCELLED || status >= KVX_E_INTERNAL)) {
-        status = KVX_E_REVOKED;
     }
     if (status == KVX_OK && request->check && request->xfer != NULL && crc != conn->rx_crc) {
         status = KVX_E_INTEGRITY;
@@ -537,7 +548,7 @@ void kvx_tcp_xfer_trailer(tcp_conn *conn) {
     if (status == KVX_OK && request->staged != NULL && request->xfer != NULL) {
         status = kvx_tcp_stage_in(conn, request->staged, &request->xfer->op->cancelled);
     }
-    settle(conn, status, UINT32_MAX, 0);
+    settle(conn, status, KVX_SEGMENT_UNKNOWN, 0);
 }
 
 /* -- cancel and end --------------------------------------------------------------------------------------------- */
@@ -596,7 +607,7 @@ void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno) {
         if (count == 0) {
             break;
         }
-        settle(conn, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : status, UINT32_MAX, sys_errno);
+        settle(conn, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : status, KVX_SEGMENT_UNKNOWN, sys_errno);
     }
     for (;;) {
         pthread_mutex_lock(&peer->lock);

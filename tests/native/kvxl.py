@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +67,7 @@ class Liar:
 
     def __init__(self, says: Location) -> None:
         self.says = says
+        self.answer: Callable[[Frame], tuple[Frame, bytes]] | None = None  # to a NOTIFY
         self.endpoint = ""
         self.key = os.urandom(16)
 
@@ -85,6 +86,8 @@ class Liar:
                         speaker.send(answer, self.key)
                     elif asked.type == Type.PING:
                         speaker.send(Frame(type=Type.PONG, op=asked.op), self.key)
+                    elif asked.type == Type.NOTIFY and self.answer is not None:
+                        speaker.send(*self.answer(asked))
             except (kvxd.Refused, TimeoutError):
                 return
 

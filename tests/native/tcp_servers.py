@@ -30,8 +30,15 @@ async def server(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], A
             writer.close()
 
 
+def taken(asked: Frame) -> tuple[Frame, bytes]:
+    """An import as it should be answered."""
+    return Frame(type=Type.ACK, op=asked.op, segment=kvxd.SEGMENT_UNKNOWN), KEY
+
+
 @asynccontextmanager
-async def lying_owner(act: Callable[[Speaker, Frame], Awaitable[None]]) -> AsyncIterator[str]:
+async def lying_owner(
+    act: Callable[[Speaker, Frame], Awaitable[None]], *, attach: Callable[[Frame], tuple[Frame, bytes]] = taken
+) -> AsyncIterator[str]:
     """Greets and accepts an import as it should; what follows is up to the test."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,7 +48,7 @@ async def lying_owner(act: Callable[[Speaker, Frame], Awaitable[None]]) -> Async
             frame = await speaker.frame(KEY)
             assert frame.proved
             if frame.type == Type.ATTACH:
-                speaker.send(Frame(type=Type.ACK, op=frame.op, segment=kvxd.SEGMENT_UNKNOWN), KEY)
+                speaker.send(*attach(frame))
             elif frame.type != Type.DETACH:
                 await act(speaker, frame)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvxfer.native.engine import EventKind, GrantInfo, OpKind
 from kvxfer.native.status import Status
+from tests.native import frames, kvxd
 from tests.native.hixl_process import MIB, Near, other, told, within
-from tests.native.kvxl import Location, liar, located
+from tests.native.kvxd import Frame, Type
+from tests.native.kvxl import Liar, Location, liar, located
 from tests.native.simulated import simulated
 
 pytestmark = pytest.mark.once
@@ -111,3 +115,54 @@ async def test_locations_that_make_no_sense() -> None:
             event = await within(done)
             assert event.kind == EventKind.IMPORT
             assert event.status == (0 if what == "the truth" else Status.VERSION), what
+
+
+async def noted(near: Near, owner: Liar, says: Callable[[Frame], tuple[Frame, bytes]]) -> int:
+    """The outcome of a notification that is answered so, and whether the connection outlives it."""
+    owner.answer = says
+    peer = await near.connect(owner.endpoint)
+    import_ = await near.import_(peer, owner.grant)
+    region = near.alloc(MIB)
+    started = near.engine.submit(PUT, region.id, import_, np.zeros((0, 3), dtype=np.uint64), notify=(1, 2))
+    status = int((await within(started[1])).status)
+    if status == Status.PEER_LOST:
+        assert (await near.event(EventKind.PEER_DOWN)).id == peer
+    await within(near.engine.close_peer(peer))
+    return status
+
+
+def ack(asked: Frame, **changes: int) -> Frame:
+    return Frame(type=Type.ACK, **({"op": asked.op, "segment": kvxd.SEGMENT_UNKNOWN} | changes))
+
+
+@simulated()
+async def test_every_status_of_an_answer_to_a_notification() -> None:
+    def saying(status: int, key: bytes, flags: int = 0) -> Callable[[Frame], tuple[Frame, bytes]]:
+        return lambda asked: (ack(asked, status=status, flags=flags), key)
+
+    async with Near() as near, liar(GOOD) as owner:
+        for status in frames.STATUSES:
+            good = status == 0 or status in frames.REFUSALS
+            gone = status in frames.BARE_REFUSALS - {Status.KEY}
+            found = [
+                await noted(near, owner, saying(status, owner.key)),
+                await noted(near, owner, saying(status, bytes(16), kvxd.F_BARE)),
+                await noted(near, owner, saying(status, bytes(16))),
+            ]
+            wanted = [status if good else Status.PEER_LOST, Status.UNKNOWN if gone else Status.PEER_LOST]
+            assert found == [*wanted, Status.PEER_LOST], status
+
+
+@simulated()
+async def test_answers_to_numbers_that_were_never_given() -> None:
+    async with Near() as near, liar(GOOD) as owner:
+        for type_ in (Type.ACK, Type.LOCATION, Type.REVOKE):
+            for op in (0, 99, 2**64 - 1):
+                made = Frame(
+                    type=type_,
+                    op=op,
+                    segment=kvxd.SEGMENT_UNKNOWN if type_ == Type.ACK else 0,
+                    segments=GOOD.units() if type_ == Type.LOCATION else (),
+                )
+                assert await noted(near, owner, lambda asked, made=made: (made, owner.key)) == Status.PEER_LOST
+        assert await noted(near, owner, lambda asked: (Frame(type=Type.PONG, op=1), owner.key)) == Status.PEER_LOST

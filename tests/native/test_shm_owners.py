@@ -67,6 +67,7 @@ def file8() -> int:
 
 
 GOOD = Message(type=Type.IMPORTED, how=kvsm.BY_MAPPING, body=kvsm.imported_body(0))
+REFUSED = Message(type=Type.IMPORTED)
 LIES: dict[str, tuple[Message, Callable[[], int] | None, bytes | None, Status]] = {
     "the truth": (GOOD, file8, KEY, Status.OK),
     "no proof": (GOOD, file8, None, Status.PEER_LOST),
@@ -82,7 +83,16 @@ LIES: dict[str, tuple[Message, Callable[[], int] | None, bytes | None, Status]] 
     ),
     "neither": (replace(GOOD, how=0), None, KEY, Status.PEER_LOST),
     "a refusal": (replace(GOOD, how=0, status=Status.UNKNOWN), None, None, Status.UNKNOWN),
-    "a refusal of nothing": (replace(GOOD, how=0, status=-5), None, None, Status.INTERNAL),
+    "a refusal of nothing": (replace(GOOD, how=0, status=-5), None, None, Status.PEER_LOST),
+    "a refusal with a file": (replace(GOOD, status=Status.UNKNOWN), file8, KEY, Status.PEER_LOST),
+    "a refusal that only the key may tell": (replace(REFUSED, status=Status.RANGE), None, None, Status.PEER_LOST),
+    "a refusal with the key": (replace(REFUSED, status=Status.RANGE), None, KEY, Status.RANGE),
+    "a full owner": (replace(REFUSED, status=Status.REFUSED), None, KEY, Status.REFUSED),
+    "an errno that cannot be": (replace(REFUSED, status=Status.SYSTEM, sys_errno=-1), None, KEY, Status.PEER_LOST),
+    "a cancel": (replace(REFUSED, status=Status.CANCELLED), None, KEY, Status.PEER_LOST),
+    "an address that wraps": (
+        replace(GOOD, how=kvsm.BY_ATTACH, body=kvsm.imported_body(2**64 - 4096, 4096)), None, KEY, Status.NOT_KVXFER,
+    ),
 }  # fmt: skip
 
 

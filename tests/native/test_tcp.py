@@ -142,7 +142,7 @@ async def test_an_impostor_learns_nothing() -> None:
         frame = await speaker.frame(bytes(16))
         seen.append(frame.type)
         assert KEY not in frame.header()
-        speaker.send(Frame(type=Type.ACK, op=frame.op), bytes(16))
+        speaker.send(Frame(type=Type.ACK, op=frame.op, segment=kvxd.SEGMENT_UNKNOWN), bytes(16))
         seen.extend(await speaker.closed())
 
     async with server(serve) as endpoint, initiator() as side:
@@ -157,16 +157,22 @@ async def test_an_impostor_learns_nothing() -> None:
 
 # -- owners that lie -------------------------------------------------------------------------------------------------
 
+
+def ack(asked: Frame, **changes: int) -> Frame:
+    values = {"op": asked.op, "index": asked.index, "segment": kvxd.SEGMENT_UNKNOWN}
+    return Frame(type=Type.ACK, **(values | changes))
+
+
 LIES: dict[str, Callable[[Frame], Frame]] = {
-    "another op": lambda asked: Frame(type=Type.ACK, op=asked.op + 1),
-    "another frame": lambda asked: Frame(type=Type.ACK, op=asked.op, index=asked.index + 1),
-    "done without data": lambda asked: Frame(type=Type.ACK, op=asked.op, index=asked.index),
+    "another op": lambda asked: ack(asked, op=asked.op + 1),
+    "another frame": lambda asked: ack(asked, index=asked.index + 1),
+    "done without data": lambda asked: ack(asked),
     "too much": lambda asked: Frame(
         type=Type.DATA, op=asked.op, index=asked.index, length=asked.length + 1, payload=bytes(asked.length + 1)
     ),
     "too little": lambda asked: Frame(type=Type.DATA, op=asked.op, index=asked.index, length=1, payload=b"x"),
     "a request": lambda asked: Frame(type=Type.PUT, length=4, segments=((0, 4),), payload=b"evil"),
-    "an impossible status": lambda asked: Frame(type=Type.ACK, op=asked.op, index=asked.index, status=16),
+    "an impossible status": lambda asked: ack(asked, status=16),
 }
 
 
@@ -195,10 +201,10 @@ async def test_an_answer_before_the_end_of_the_question() -> None:
         speaker = Speaker(reader, writer, kvxd.ACCEPTOR)
         await speaker.greet(frame_bytes=64 * MIB)
         frame = await speaker.frame(KEY)
-        speaker.send(Frame(type=Type.ACK, op=frame.op), KEY)
+        speaker.send(ack(frame), KEY)
         header = await speaker.exactly(kvxd.HEADER_BYTES)
         op = kvxd.HEADER.unpack_from(header)[6]
-        speaker.send(Frame(type=Type.ACK, op=op), KEY)
+        speaker.send(Frame(type=Type.ACK, op=op, segment=kvxd.SEGMENT_UNKNOWN), KEY)
         await asyncio.sleep(10)
 
     async with server(serve) as endpoint, initiator(frame_bytes=64 * MIB) as side:

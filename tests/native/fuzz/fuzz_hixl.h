@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "hixl.h"
+#include "fuzz_frames.h"
 
 #define DEVICES 2
 #define MAPPED  ((uint8_t *)UINT64_C(0x700000000000)) /* what any key maps; nobody touches it */
@@ -234,7 +235,8 @@ static void send_sealed(stranger *s, const kvx_frame *frame, const void *units, 
     size_t size = KVX_STREAM_HEADER_BYTES + frame->segments * KVX_STREAM_UNIT_BYTES;
     kvx_frame_encode(frame, bytes);
     if (frame->segments > 0) {
-        kvx_frame_units_encode(bytes, units, frame->segments);
+        static const uint8_t none[KVX_STREAM_UNITS_MAX * KVX_STREAM_UNIT_BYTES];
+        kvx_frame_units_encode(bytes, units == NULL ? none : units, frame->segments);
     }
     s->counter++;
     if (key != NULL) {

@@ -76,6 +76,13 @@ static void send_frame(stranger *d, uint8_t type, uint8_t how) {
     } else if (how % 16 == 7) {
         frame.op = 0;
     }
+    if (how % 16 != 5 && how % 16 != 6) {
+        fuzz_frame_trim(KVX_STREAM_SIDE_DIALLER, &frame);
+    }
+    if (how % 16 == 10) {
+        uint32_t field = (uint32_t)take(d, 1);
+        fuzz_frame_spoil(&frame, field, take(d, 1 + field / 32));
+    }
     memcpy(key, grant.key, sizeof key);
     key[0] ^= how % 16 == 8;
     memcpy(units, hixl->boot_id, how / 16 % 2 ? sizeof hixl->boot_id : 0); /* of this host, or another */

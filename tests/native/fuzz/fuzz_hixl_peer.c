@@ -226,6 +226,14 @@ static void send_frame(stranger *o, uint8_t type, uint8_t how) {
         frame.segment = UINT32_MAX;
         frame.op = how & 32 ? 1 + take(o, 1) % 16 : handle;
     }
+    if (type == KVX_FRAME_PONG && how & 64) {
+        frame.status = KVX_E_DEVICE;
+        frame.tag = how & 128 ? handle : 0;
+    }
+    if (how / 4 % 16 == 4) {
+        uint32_t field = (uint32_t)take(o, 1);
+        fuzz_frame_spoil(&frame, field, take(o, 1 + field / 32));
+    }
     send_sealed(o, &frame, NULL, key, how / 4 % 16 == 3 ? (uint8_t)take(o, 1) : 0);
 }
 

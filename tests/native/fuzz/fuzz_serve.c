@@ -18,6 +18,7 @@
 #include "ascend.h"
 #include "fuzz.h"
 #include "fuzz_core.h"
+#include "fuzz_frames.h"
 #include "stream.h"
 #ifdef SEALED
 #include "seal.h"
@@ -187,6 +188,11 @@ static void send_frame(dialler *d, uint8_t type, uint8_t how) {
                                                                    : how / 16 % 2 * 2),
                        .tag = how % 16 == 5 ? take(d, 4) : 1,
                        .value = how % 16 == 6 ? take(d, 8) : LENGTH};
+    fuzz_frame_trim(KVX_STREAM_DIALLER, &frame);
+    if (how % 16 == 11) {
+        uint32_t field = (uint32_t)take(d, 1);
+        fuzz_frame_spoil(&frame, field, take(d, 1 + field / 32));
+    }
     kvx_frame_encode(&frame, bytes);
     uint8_t key[KVX_KEY_BYTES];
     memcpy(key, grant.key, sizeof key);

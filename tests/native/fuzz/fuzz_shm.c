@@ -143,6 +143,7 @@ static void send_bytes(const initiator *i, const void *bytes, size_t size, uint3
 static void send_message(initiator *i, uint8_t type, uint8_t how) {
     shm_message message = {
         .magic = SHM_MAGIC, .version = SHM_VERSION, .type = type, .handle = 1 + take(i, 1) % HANDLES};
+    bool about_none = type == SHM_HELLO || type == SHM_BYE;
     uint8_t key[KVX_KEY_BYTES];
     memcpy(key, grant.key, sizeof key);
     message.counter = ++i->counter + (how % 16 == 1);
@@ -162,7 +163,13 @@ static void send_message(initiator *i, uint8_t type, uint8_t how) {
     message.status = how % 16 == 8 ? (int32_t)take(i, 4) : 0;
     message.version += how % 16 == 9;
     message.how = how % 16 == 10 ? (uint16_t)take(i, 2) : 0;
-    authenticate(i, key, &message);
+    message.handle = about_none ? 0 : message.handle;
+    if (how % 16 == 14) { /* any field, and the code is right all the same */
+        ((uint8_t *)&message)[take(i, 1) % offsetof(shm_message, mac)] ^= (uint8_t)(1 << take(i, 1) % 8);
+    }
+    if (!about_none) {
+        authenticate(i, key, &message);
+    }
     uint8_t bytes[sizeof message + 8] = {0};
     memcpy(bytes, &message, sizeof message);
     if (how % 16 == 11) {

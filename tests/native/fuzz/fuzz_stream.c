@@ -4,10 +4,11 @@
  * pieces makes no difference to what comes out. Inputs are programs: most of their frames are well-formed up to a
  * point, so that the fuzzer gets past the magic number without knowing it. */
 #include "fuzz.h"
+#include "fuzz_frames.h"
 #include "stream.h"
 
 #define BYTES_MAX (1 << 16)
-#define FRAME_MAX 2048
+#define FRAME_MAX KVX_STREAM_FRAME_MIN
 
 typedef struct reader {
     const uint8_t *data;
@@ -22,6 +23,19 @@ static uint64_t take(reader *input, size_t width) {
     return value;
 }
 
+/* What the type does not use is 0, what it uses may be so. Returns how many segments, or units, are to follow. */
+static uint32_t likely(uint32_t sender, kvx_frame *frame) {
+    bool side = sender >= KVX_STREAM_SIDE_DIALLER;
+    frame->op = frame->grant = frame->generation = frame->value = 7;
+    frame->tag = frame->type == KVX_FRAME_PONG ? 0 : KVX_READ | KVX_WRITE;
+    frame->segment = frame->type == KVX_FRAME_ACK ? KVX_SEGMENT_UNKNOWN : 0;
+    if (side) {
+        frame->segments = frame->type == KVX_FRAME_LOCATION ? KVX_STREAM_UNITS_MAX : frame->type == KVX_FRAME_ATTACH;
+    }
+    fuzz_frame_trim(sender, frame);
+    return frame->segments;
+}
+
 /* Bytes to feed, made from the input. */
 static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
     static const uint8_t types[] = {KVX_FRAME_PUT,    KVX_FRAME_GET,    KVX_FRAME_DATA,     KVX_FRAME_ACK,
@@ -29,13 +43,18 @@ static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
                                     KVX_FRAME_ATTACH, KVX_FRAME_DETACH, KVX_FRAME_LOCATION, KVX_FRAME_REVOKE,
                                     KVX_FRAME_QUIET};
     bool side = role >= KVX_STREAM_SIDE_DIALLER;
+    uint32_t opposite = role & 1 ? role + 1 : role - 1;
     size_t size = 0;
     uint8_t choice = (uint8_t)take(input, 1);
     if (choice % 8 != 0) {
         kvx_hello hello = {.version = choice % 8 == 1 ? (uint8_t)take(input, 1) : 1,
-                           .role = (uint8_t)(role & 1 ? role + 1 : role - 1),
+                           .role = (uint8_t)opposite,
                            .streams = 1,
                            .frame_bytes = FRAME_MAX};
+        if (choice % 8 == 2) {
+            uint32_t field = (uint32_t)take(input, 1);
+            fuzz_hello_spoil(&hello, field, take(input, 1 + field / 32));
+        }
         kvx_hello_encode(&hello, bytes);
         size = KVX_STREAM_HELLO_BYTES;
     }
@@ -56,6 +75,13 @@ static size_t make(reader *input, uint32_t role, uint8_t *bytes) {
         }
         if (side && choice % 8 != 1) {
             frame.length = 0;
+        }
+        if (choice % 16 > 3) { /* as it should be, or nearly */
+            count = likely(opposite, &frame);
+        }
+        if (choice % 16 == 5) {
+            uint32_t field = (uint32_t)take(input, 1);
+            fuzz_frame_spoil(&frame, field, take(input, 1 + field / 32));
         }
         kvx_frame_encode(&frame, bytes + size);
         for (uint32_t i = 0; i < count; i++) {
