@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 from kvxfer.config import Config
@@ -27,6 +27,7 @@ from kvxfer.net.queues import Queues
 from kvxfer.node.reports import Reports
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
+from kvxfer.rendezvous.shares import Shares
 from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -84,6 +85,7 @@ class Dispatcher:
         self.landings: Landings
         self.own_addresses: frozenset[str] = frozenset()
         self.links: set[Link] = set()  # peers
+        self._nodes = Shares(config.links_max + config.peers_max)  # the same by node
         self.draining = False
         self.backpressured = 0
         registry.add_worker(SELF, SELF)
@@ -102,6 +104,7 @@ class Dispatcher:
                     self._clock(), link, about.node_id, about.incarnation, link.name, about.namespace, link.session
                 )
                 self.links.add(link)
+                self._nodes.take(about.node_id)
                 self.run(back)
                 self._follow(link)
         except KvxferError as refused:
@@ -112,7 +115,9 @@ class Dispatcher:
         link.closed.add_done_callback(lambda _: self._remove(link))
 
     def _remove(self, link: Link) -> None:
-        self.links.discard(link)
+        if link in self.links:
+            self.links.discard(link)
+            self._nodes.give(link.peer.node_id)
         self.forwarding.forget(link)
         self.reports.forget(link)
         self.run(self.registry.remove(self._clock(), link))
@@ -388,6 +393,10 @@ class Dispatcher:
     def link_from(self, node_id: str) -> Link | None:
         """A usable link to a node, whoever made it."""
         return next((link for link in self.links if link.peer.node_id == node_id and link.usable), None)
+
+    def others_than(self, node_id: Hashable) -> bool:
+        """Nodes but this one are linked; it is empty for ourselves."""
+        return self._nodes.others(node_id)
 
     def follow_node(self, node_id: str) -> None:
         """The same for every link to a node, after a claim there began or ended."""

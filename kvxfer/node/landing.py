@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -28,12 +28,17 @@ from kvxfer.errors import ClosedError, KvxferError, PeerDraining, RegistrationEr
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.net.link import Link
 from kvxfer.node.dispatch import Dispatcher
-from kvxfer.node.landing_line import Line
+from kvxfer.node.landing_line import Line, Room
 from kvxfer.node.landing_memory import Pieces, full, least_loaded_part, parts_of, rounded
 from kvxfer.rendezvous import actions as act
+from kvxfer.rendezvous.postings import too_many
+from kvxfer.rendezvous.shares import Shares, is_greedy
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
+
+BODIES_BYTES_MAX = 64 << 20  # what askers want back with their landings, of all that wait and all that live
+ENTRY_BYTES = 1024  # what one without a body counts for
 
 log = logging.getLogger("kvxfer.landing")
 
@@ -48,6 +53,7 @@ class Landing:
     body: bytes = field(repr=False)
     lease_s: float
     part: Pieces
+    account: Hashable = None  # for whom it counts
     region: RegionInfo | None = None
     size: int = 0  # that counts as used in its part
     given_up: bool = False  # by whoever asked, before there was an answer
@@ -71,12 +77,17 @@ class LandingPool:
         self._bytes_max = config.landing_bytes_max
         self._wait_s_max = config.wait_s_max
         self._line = Line(config.waiting_max)
+        self._bodies = Shares(BODIES_BYTES_MAX)
+        self._held = Shares(0)  # bytes of pieces, by who asked for them
+        self._pieces = Shares(0)  # the same in numbers
         self._prewarm_bytes = config.landing_prewarm_bytes
         self._clock = clock
         self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
         self._by_posting: dict[str, Landing] = {}
         self._allocating: dict[tuple[Link, int], Landing] = {}  # by the request that waits for it
         self.parts = parts_of(plane.engine, config)
+        self._held.limit = sum(part.bytes_max for part in self.parts)
+        self._pieces.limit = sum(part.pieces_max for part in self.parts)
         self.quarantined = 0
         self.landed = 0
         self.refused = 0
@@ -112,8 +123,14 @@ class LandingPool:
         self._require_new_key(link, message)
         if message.wait_s > self._wait_s_max:
             raise UsageError("bad wait", wait_s=message.wait_s, wait_s_max=self._wait_s_max)
-        if message.wait_s and (self._line or not self._fits(size)):
-            self._owner.spawn(self._land_in_turn(link, message, size), "wait for room for a landing")
+        account = self._account(link)
+        if not self._bodies.room(account, _body_bytes(message)):
+            what = "bytes of bodies of landings on this node"
+            raise too_many(what, "", self._bodies, account)
+        if message.wait_s and (self._line or self._room(account, size) is not Room.FITS):
+            self._bodies.take(account, _body_bytes(message))
+            task = self._owner.spawn(self._land_in_turn(link, message, size), "wait for room for a landing")
+            task.add_done_callback(lambda _: self._bodies.give(account, _body_bytes(message)))
         else:
             self._begin(link, message, size)
 
@@ -129,8 +146,10 @@ class LandingPool:
 
     async def _land_in_turn(self, link: Link, message: m.Land, size: int) -> None:
         try:
+            account = self._account(link)
             if not await self._line.wait(
-                lambda: self._fits(size),
+                lambda: self._room(account, size),
+                account=account,
                 asker=link,
                 request=message.rid,
                 gone=link.closed,
@@ -148,8 +167,23 @@ class LandingPool:
             raise UsageError("there is a landing with this key already", key=message.key)
         return namespace
 
-    def _fits(self, size: int) -> bool:
-        return any(part.fits(size) for part in self.parts)
+    def _account(self, link: Link) -> Hashable:
+        """For whom a landing counts: the node that asks, or this one for all its workers."""
+        return link.peer.node_id
+
+    def _room(self, account: Hashable, size: int) -> Room:
+        """Within the share of a node when there are others: what is left of the pool is for them."""
+        if not any(part.fits(size) for part in self.parts):
+            return Room.NONE
+        if self._line.others(account) or self._dispatcher.others_than(account):
+            held, pieces = self._held, self._pieces
+            if is_greedy(held.held(account), held.total, held.limit, size):
+                return Room.SHARE
+            if is_greedy(pieces.held(account), pieces.total, pieces.limit):
+                return Room.SHARE
+            if self._line.others(account) and is_greedy(1, 0, held.limit, size):
+                return Room.SHARE  # nearly the whole pool is for who waits alone
+        return Room.FITS
 
     def _refuse_full(self, size: int) -> NoReturn:
         self.refused += 1
@@ -157,7 +191,8 @@ class LandingPool:
 
     def _begin(self, link: Link, message: m.Land, size: int, *, in_turn: bool = False) -> None:
         namespace = self._require_new_key(link, message)
-        if not self._fits(size) or (self._line and not in_turn):
+        account = self._account(link)
+        if self._room(account, size) is not Room.FITS or not (in_turn or self._line.pass_all()):
             self._refuse_full(size)
         landing = Landing(
             namespace=namespace,
@@ -166,7 +201,10 @@ class LandingPool:
             body=message.body,
             lease_s=message.lease_s,
             part=least_loaded_part(self.parts, size),
+            account=account,
         )
+        self._bodies.take(account, _body_bytes(landing))
+        self._pieces.take(account)
         self._take(landing)
         self._by_key[namespace, landing.key] = landing
         if landing.region is not None:
@@ -188,7 +226,16 @@ class LandingPool:
     def _take(self, landing: Landing) -> None:
         size = rounded(landing.length)
         landing.region = landing.part.take(size)
+        self._held.give(landing.account, landing.size)
         landing.size = size if landing.region is None else landing.region.length
+        self._held.take(landing.account, landing.size)
+
+    def _give_back(self, landing: Landing) -> None:
+        """Its memory, or its place for some, is free again."""
+        self._held.give(landing.account, landing.size)
+        self._pieces.give(landing.account)
+        self._bodies.give(landing.account, _body_bytes(landing))
+        self._line.look()
 
     async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
         """New memory for it; a card that others have filled is passed over for the next one."""
@@ -201,7 +248,7 @@ class LandingPool:
                 if not self._elsewhere(landing, untried, error):
                     self._forget(landing)
                     self._dispatcher.refuse(link, message.rid, error)
-                    self._line.look()
+                    self._give_back(landing)
                     return
         self._offer(landing, link, message)
 
@@ -342,4 +389,8 @@ class LandingPool:
         await landing.part.clear(region, landing.length)
         self.quarantined -= 1
         landing.part.keep(region, landing.size)
-        self._line.look()
+        self._give_back(landing)
+
+
+def _body_bytes(asked: m.Land | Landing) -> int:
+    return ENTRY_BYTES + len(asked.body)

@@ -41,10 +41,11 @@ from kvxfer.rendezvous.postings import (
     WaitingRoom,
     check_posting,
     gone,
-    is_greedy,
     not_served,
+    too_many,
     used_up,
 )
+from kvxfer.rendezvous.shares import Shares, is_greedy
 from kvxfer.rendezvous.tally import AIMS, WITHDRAWN, Tally
 from kvxfer.rendezvous.timeline import Timeline
 
@@ -70,12 +71,16 @@ class Book:
         self._timeline: Timeline[tuple[str, str, int]] = Timeline()
         self.tally = Tally()
         self.posting_bytes = 0
-        self.claims = 0
+        self._claims = Shares(config.claims_max)
         self.draining = False
 
     @property
     def postings(self) -> int:
         return len(self._postings)
+
+    @property
+    def claims(self) -> int:
+        return self._claims.total
 
     @property
     def waiting(self) -> int:
@@ -389,18 +394,26 @@ class Book:
         return self._by_key.get(line)
 
     def _match(self, now: float, posting: Posting, party: Party, rid: int, engine_id: str) -> list[Action]:
-        limit = self._config.claims_max
-        if self.claims >= limit or is_greedy(len(party.claims), self.claims, limit):
-            raise TooManyPending("too many live claims on this node", claims_max=self._config.claims_max)
+        if not self._claims.room(party.account):
+            raise too_many("live claims on this node", "claims_max", self._claims, party.account)
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
         claim = Claim(
-            posting, posting.issued, party, party.node_id, party.incarnation, engine_id, now, party.session, rid
+            posting,
+            posting.issued,
+            party,
+            party.node_id,
+            party.incarnation,
+            engine_id,
+            now,
+            party.session,
+            rid,
+            party.account,
         )
         posting.claims[claim.number] = party.claims[claim.key] = claim
         party.asked(rid, claim)
-        self.claims += 1
+        self._claims.take(claim.account)
         answer = Claimed(
             link=party.link,
             rid=rid,
@@ -463,7 +476,7 @@ class Book:
         if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected
             self.tally.add(claim.posting.kind, reason, now - claim.since)
         del claim.posting.claims[claim.number]
-        self.claims -= 1
+        self._claims.give(claim.account)
         if claim.party is None:
             self._forget_orphan(claim)
         else:
@@ -491,6 +504,7 @@ class Book:
         assert self.posting_bytes == sum(len(posting.body) for posting in postings) <= config.posting_bytes_max
         assert self.posting_bytes == sum(party.posting_bytes for party in linked)
         assert self.claims == len(claims) <= config.claims_max
+        self._claims.check()
         assert {posting.id for posting in postings} == {name for party in linked for name in party.postings}
         assert {key: self._postings[posting.id] for key, posting in self._by_key.items()} == {
             posting.line: posting for posting in postings if posting.kind in FOUND_BY_KEY

@@ -8,7 +8,7 @@ says what there is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
@@ -23,6 +23,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.rendezvous.actions import Link
+from kvxfer.rendezvous.shares import Shares
 
 KINDS = ("offer", "ticket", "region", "landing")
 # Whoever took one of these may have written or read half of it: its place is not given to a second claimant.
@@ -30,15 +31,8 @@ SINGLE_USE = frozenset({"offer", "landing"})
 # Found by their key; a ticket needs posting and secret, and so many may share a key.
 FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
 
-SHARE = 8  # one link may hold so many times what is still free: there is always room for somebody else
-
 ClaimKey = tuple[str, int]
 Line = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
-
-
-def is_greedy(own: int, total: int, limit: int) -> bool:
-    """Whether a link that holds ``own`` of ``total`` already, where ``limit`` is the most, has had its share."""
-    return own > SHARE * (limit - total)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +85,7 @@ class Claim:
     since: float
     session: str = ""
     rid: int = 0
+    account: Hashable = None
 
     @property
     def key(self) -> ClaimKey:
@@ -140,6 +135,11 @@ class Party:
     def is_worker(self) -> bool:
         return not self.node_id
 
+    @property
+    def account(self) -> Hashable:
+        """For whom its share is counted: a node with all its links, or this worker."""
+        return self.node_id or self.link
+
     def asked(self, rid: int, what: Waiter | Claim | Route) -> None:
         """The request ``rid`` of this link waits, or was granted: it may still be given up."""
         if rid:
@@ -166,7 +166,7 @@ class WaitingRoom:
     """Claims that wait, in one line per thing they wait for; at most `limit` in all."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._shares = Shares(limit)
         self._waiters: dict[int, Waiter] = {}
         self._lines: dict[Line, OrderedDict[int, None]] = {}
         self._last = 0
@@ -179,9 +179,9 @@ class WaitingRoom:
 
     def enter(self, party: Party, rid: int, line: Line, engine_id: str, why: str) -> Waiter:
         """Raises `TooManyPending`."""
-        waiting = len(self._waiters)
-        if waiting >= self._limit or is_greedy(len(party.waiters), waiting, self._limit):
-            raise TooManyPending("too many claims wait on this node", waiting_max=self._limit)
+        if not self._shares.room(party.account):
+            raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
+        self._shares.take(party.account)
         self._last += 1
         waiter = Waiter(self._last, party, rid, line, engine_id, why)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
@@ -192,6 +192,7 @@ class WaitingRoom:
     def leave(self, waiter: Waiter) -> None:
         del self._waiters[waiter.number], waiter.party.waiters[waiter.number]
         waiter.party.forget_request(waiter)
+        self._shares.give(waiter.party.account)
         line = self._lines[waiter.line]
         del line[waiter.number]
         if not line:
@@ -209,7 +210,8 @@ class WaitingRoom:
         return list(self._waiters.values())
 
     def check(self) -> None:
-        assert len(self._waiters) <= self._limit
+        assert len(self._waiters) == self._shares.total <= self._shares.limit
+        self._shares.check()
         assert sorted(self._waiters) == sorted(number for line in self._lines.values() for number in line)
         for line, numbers in self._lines.items():
             assert numbers
@@ -281,6 +283,14 @@ def not_served(line: Line, why: str) -> KvxferError:
         hint = "check the name and the node, or wait longer for it"
         return UnknownTransfer(f"no {kind} can be claimed: {why}", key=name, hint=hint)
     return BusyError(why, posting=name[:40])
+
+
+def too_many(what: str, option: str, shares: Shares, who: Hashable) -> TooManyPending:
+    """A limit of this node is reached, by all together or by the share of one node."""
+    whose = "" if shares.total >= shares.limit else f", {shares.held(who)} of them of the one who asks"
+    hint = "try again when some have ended" + (f", or raise {option} there" if option else "")
+    text = f"too many {what}: {shares.total} of {shares.limit}{whose}"
+    return TooManyPending(text, option=option or None, limit=shares.limit, hint=hint)
 
 
 def check_posting(kind: str, key: str, body: bytes, claims_max: int) -> None:

@@ -28,8 +28,9 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import ClaimKey, Party, Route, is_greedy
+from kvxfer.rendezvous.postings import ClaimKey, Party, Route
 from kvxfer.rendezvous.routes import Routes
+from kvxfer.rendezvous.shares import is_greedy
 from kvxfer.rendezvous.tally import Tally
 
 OUTCOMES = ("done", "failed", "cancelled")
@@ -321,7 +322,7 @@ class Registry:
             link,
             rid,
             lambda party: [
-                *self._mailboxes.mail(now, link, channel, data, source, party.namespace),
+                *self._mailboxes.mail(now, party.account, channel, data, source, party.namespace),
                 Done(link=party.link, rid=rid),
             ],
         )

@@ -335,3 +335,31 @@ def test_numbers_that_a_link_uses_twice_confuse_nobody() -> None:
     assert (bench.registry.counts().claims, bench.registry.counts().waiting) == (2, 0)
     bench.remove("own")
     assert bench.registry.counts().claims == 0
+
+
+# -- shares ------------------------------------------------------------------------------------------------
+
+
+def test_a_node_has_one_share_however_many_links_it_opens() -> None:
+    bench = Bench(waiting_max=90, claims_max=90)
+    links = ["peer"]
+    for number in range(20):
+        links.append(f"more{number}")
+        bench.registry.add_peer(0.0, links[-1], THERE, THEIR_INCARNATION)
+    bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
+    bench.posted(kind="region")
+    answers = [bench.claim(links[number % 21], kind="region") for number in range(90)]
+    assert sum(isinstance(answer[0], Claimed) for answer in answers) == 81
+    assert refusal(answers[-1]).fields["option"] == "claims_max"
+    assert isinstance(bench.claim("far", kind="region")[0], Claimed)
+    answers = [bench.claim(links[number % 21], key="none", wait_s=9.0) for number in range(90)]
+    assert sum(not answer for answer in answers) == 81
+    refused = refusal(answers[-1])
+    assert refused.retryable
+    assert refused.fields["option"] == "waiting_max"
+    assert "waiting_max" in str(refused.hint)
+    assert bench.claim("far", key="none", wait_s=9.0) == []
+    for link in links:
+        bench.remove(link)  # orphaned claims count for their node, too
+    bench.registry.add_peer(0.0, "again", THERE, THEIR_INCARNATION)
+    assert refusal(bench.claim("again", kind="region")).code == "too_many_pending"
