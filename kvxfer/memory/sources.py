@@ -3,12 +3,14 @@ on an accelerator, and bare addresses.
 
 `borrow` finds address and length of the bytes without copying them and returns an object that keeps them alive. Only
 contiguous memory qualifies: a gap inside a registration would be reachable by peers although it belongs to somebody
-else.
+else. And only plain values: peers write bytes, and Python objects and addresses that are overwritten with bytes end the
+process, or worse.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,11 @@ from kvxfer.errors import InvalidLength, RegistrationError, UsageError
 from kvxfer.native.facts import MemoryKind
 
 DEVICE_TYPE = "npu"  # of torch_npu's tensors
+PLAIN_KINDS = "?biufcmMSUV"  # of numpy's types: values that are nothing but their bytes
+# Of the buffer protocol (PEP 3118, and what ctypes says): an object, an address, a pointer to something, a function, a
+# string somewhere else. Names of fields stand between colons.
+FIELD_NAME = re.compile(r":[^:]*:")
+ELSEWHERE = re.compile(r"[OPZz&]|X\{")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,8 @@ def _borrow(source: Any) -> BorrowedMemory:
             f"cannot register a {type(source).__name__}",
             hint="pass a numpy array, a torch tensor, or anything with the buffer protocol or DLPack",
         ) from wrong
+    if ELSEWHERE.search(FIELD_NAME.sub("", view.format)):
+        raise _not_plain(f"a buffer of format {view.format!r}")
     if not view.contiguous:
         raise UsageError("cannot register memory that is not contiguous", hint="register the storage it is a view of")
     if view.nbytes == 0:
@@ -88,7 +97,16 @@ def _borrow(source: Any) -> BorrowedMemory:
     return _from_array(np.frombuffer(view, dtype=np.uint8), view)
 
 
+def _not_plain(what: str) -> UsageError:
+    return UsageError(
+        f"cannot register {what[:200]}: it holds objects or addresses, which peers would overwrite with bytes",
+        hint="register memory of plain values, for example an array of numbers",
+    )
+
+
 def _from_array(array: np.ndarray[Any, Any], owner: object) -> BorrowedMemory:
+    if array.dtype.hasobject or array.dtype.kind not in PLAIN_KINDS:
+        raise _not_plain(f"an array of {array.dtype}")
     if array.nbytes == 0:
         raise InvalidLength("cannot register an empty array", length=0)
     if not (array.flags.c_contiguous or array.flags.f_contiguous):

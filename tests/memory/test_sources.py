@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import mmap
 from dataclasses import dataclass
 
@@ -85,6 +86,66 @@ def test_dlpack_producers() -> None:
 def test_what_has_no_memory_is_refused(bad: object) -> None:
     with pytest.raises(UsageError, match="cannot register"):
         borrow(bad)
+
+
+class Pair(ctypes.Structure):
+    """A structure with an address in it."""
+
+    _fields_ = (("count", ctypes.c_int), ("at", ctypes.c_void_p))
+
+
+class Numbers(ctypes.Structure):
+    """A structure of numbers, whose names look like formats."""
+
+    _fields_ = (("O", ctypes.c_int), ("P", ctypes.c_double), ("z", ctypes.c_uint8 * 3))
+
+
+NOT_PLAIN: dict[str, object] = {
+    "objects": np.array([object(), "x", [1], {}], dtype=object),
+    "no objects yet": np.empty(4, dtype=object),
+    "a field of objects": np.zeros(4, dtype=[("a", "i4"), ("o", "O")]),
+    "a field of a field": np.zeros(4, dtype=[("a", [("b", "u8"), ("o", "O", (2,))])]),
+    "a view of objects": np.array([[object()] * 3] * 3, dtype=object)[1],
+    "a buffer of objects": memoryview(np.array([object()], dtype=object)),
+    "a buffer of a structure": memoryview(np.zeros(4, dtype=[("a", "i4"), ("o", "O")])),
+    "objects of ctypes": (ctypes.py_object * 4)(),
+    "addresses": (ctypes.c_void_p * 4)(),
+    "pointers": (ctypes.POINTER(ctypes.c_int) * 4)(),
+    "functions": (ctypes.CFUNCTYPE(ctypes.c_int) * 2)(),
+    "strings elsewhere": (ctypes.c_char_p * 2)(),
+    "wide strings elsewhere": (ctypes.c_wchar_p * 2)(),
+    "a structure with an address": (Pair * 2)(),
+    **({"strings of any length": np.array(["a", "b"], dtype="T")} if hasattr(np.dtypes, "StringDType") else {}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_objects_and_addresses_are_not_bytes(name: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot register .* holds objects or addresses") as refused:
+        borrow(NOT_PLAIN[name])
+    assert refused.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        np.zeros(4, dtype=[("O", "i4"), ("P", "f8", (2,))]),
+        memoryview(np.zeros(4, dtype=[("O", "i4"), ("P", "f8", (2,))])),
+        (Numbers * 3)(),
+        np.zeros(3, dtype="S7"),
+        np.zeros(3, dtype="U7"),
+        np.zeros(3, dtype="V16"),
+        np.zeros(3, dtype="M8[s]"),
+        np.zeros(3, dtype=np.complex64),
+        np.zeros(3, dtype=bool),
+        np.zeros(3, dtype=">f4"),
+        np.zeros(3, dtype=np.float16),
+    ],
+    ids=str,
+)
+def test_whatever_is_plain_may_be_registered(plain: object) -> None:
+    wanted = plain.nbytes if isinstance(plain, np.ndarray) else memoryview(plain).nbytes  # type: ignore[arg-type]
+    assert borrow(plain).length == wanted
 
 
 @pytest.mark.parametrize("empty", [b"", np.zeros(0), memoryview(b"")])
