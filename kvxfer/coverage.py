@@ -47,10 +47,14 @@ class Box:
         """How many (layer, part, head, token) there are in it."""
         return math.prod(len(getattr(self, name)) for name in AXES)
 
+    def common(self, other: Box) -> Box:
+        """What both contain; along an axis on which they have nothing in common it is empty."""
+        return Box(**{name: _common(getattr(self, name), getattr(other, name)) for name in AXES})
+
     def meet(self, other: Box) -> Box | None:
         """What both contain; None when that is nothing."""
-        found = {name: _common(getattr(self, name), getattr(other, name)) for name in AXES}
-        return Box(**found) if all(found.values()) else None
+        found = self.common(other)
+        return found if found.elements else None
 
     def contains(self, other: Box) -> bool:
         """Every element of the other one is in here."""

@@ -81,7 +81,7 @@ class OutOfRange(UsageError):
 
 
 class OverlapError(UsageError):
-    """A registration overlaps another region in part."""
+    """A registration overlaps another region in part, or a push what another push writes."""
 
     code = "overlap"
 
@@ -210,6 +210,14 @@ class Stalled(TransferTimeout):
     """The deadline passed, and for the last while before it nothing had moved: the other side hangs or is cut off."""
 
     code = "stalled"
+
+
+class Incomplete(TransferTimeout):
+    """Of the pushes into an offer some were committed, and the rest did not come in time (or was not to come at all):
+    ``fields['missing']`` names what is missing.
+    """
+
+    code = "incomplete"
 
 
 class TransferCancelled(TransferError):

@@ -12,7 +12,7 @@ Nothing here touches memory of a cache or waits for anything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -278,7 +278,7 @@ def plan(
             "the target table names a block twice", field="target_table.blocks", value=int(ids[counts > 1][0])
         )
     wanted = box_of(target, target_table)
-    box = _common_box(box_of(source, source_table), wanted)
+    box = box_of(source, source_table).common(wanted)
     if within is not None:
         box = _restricted(box, within, (source.geometry, source_table))
     pieces = _cut(box.tokens.start, box.tokens.stop, (source, source_table), (target, target_table))
@@ -287,7 +287,7 @@ def plan(
 
 def _restricted(box: Box, within: Box, source: tuple[Geometry, BlockTable]) -> Box:
     """The part of the box that lies within another one; packed blocks cannot be divided."""
-    found = _common_box(box, within)
+    found = box.common(within)
     packing, (shape, table) = source[0].packing, source
     if (
         packing
@@ -301,13 +301,6 @@ def _restricted(box: Box, within: Box, source: tuple[Geometry, BlockTable]) -> B
             packing=packing,
         )
     return found
-
-
-def _common_box(one: Box, other: Box) -> Box:
-    """What both contain. Nothing in common: a box without tokens."""
-    common = one.meet(other)
-    start = max(one.tokens.start, other.tokens.start)
-    return common if common is not None else replace(one, tokens=range(start, start))
 
 
 def _check_table(side: str, layout: CacheLayout, table: BlockTable) -> Ints:

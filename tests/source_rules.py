@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-PYTHON_FILE_LINES_MAX = 600
+PYTHON_FILE_LINES_MAX = 1000
 PYTHON_FUNCTION_LINES_MAX = 60
 C_FILE_LINES_MAX = 700
 C_FUNCTION_LINES_MAX = 80

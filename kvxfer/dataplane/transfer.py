@@ -278,6 +278,13 @@ class Transfer:
                 asyncio.get_running_loop().call_exception_handler(context)
 
 
+def nothing_to_move(canceller: Canceller, peer: str) -> Transfer:
+    """A transfer that is done: of something that others move, or that the other side does not want."""
+    made = Transfer(canceller, op_id=0, peer=peer, parts=1)
+    made.part_ended(None, 0, None)
+    return made
+
+
 async def gather_settled(transfers: Iterable[Transfer]) -> None:
     """Wait until all of them are settled."""
     for transfer in tuple(transfers):

@@ -28,7 +28,7 @@ from kvxfer.node.reports import Reports
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.rendezvous.shares import Shares
-from kvxfer.wire import claims
+from kvxfer.wire import boxes, claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from kvxfer.wire.faults import error_reply
@@ -149,6 +149,8 @@ class Dispatcher:
                 body=message.body,
                 lease_s=message.lease_s,
                 claims_max=message.claims_max,
+                boxes=boxes.unpack(message.boxes),
+                private=message.private,
             )
         )
 
@@ -179,6 +181,7 @@ class Dispatcher:
                 engine_id=message.engine_id,
                 node_id=message.node_id,
                 incarnation=message.incarnation,
+                boxes=boxes.unpack(message.boxes),
             )
         )
 
@@ -447,6 +450,7 @@ def _message(action: act.Action) -> Message:
                 code=action.code,
                 detail=action.detail,
                 engine_id=action.engine_id,
+                boxes=boxes.pack(action.boxes),
             )
         case act.Deliver():
             return m.Delivery(channel=action.channel, data=action.data, source=action.source)

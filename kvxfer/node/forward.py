@@ -261,7 +261,7 @@ class Forwarder:
 
 def settle_late(link: Link, message: Message) -> None:
     """A claim was granted after its request had been given up: give it back."""
-    if isinstance(message, m.Claimed) and link.usable:
+    if isinstance(message, m.Claimed) and message.claim and link.usable:
         late = m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled", code="timeout")
         try:
             link.notify(late)

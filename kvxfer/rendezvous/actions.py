@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from kvxfer.coverage import Box
 from kvxfer.errors import KvxferError
 
 Link = Hashable
@@ -43,7 +44,7 @@ class Posted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """Answer a claim: it was matched, at once or after a wait."""
+    """Answer a claim: it was matched, at once or after a wait. `claim` 0: others write all of it."""
 
     link: Link
     rid: int
@@ -57,7 +58,10 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
-    """Send an event to the owner of a posting or to the link of a claimant. `claim` 0: the posting itself."""
+    """Send an event to the owner of a posting or to the link of a claimant. `claim` 0: the posting itself.
+
+    `boxes`: what a new claim writes of an offer.
+    """
 
     link: Link
     posting: str
@@ -66,6 +70,7 @@ class Notify:
     code: str = ""
     detail: str = ""
     engine_id: str = ""
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

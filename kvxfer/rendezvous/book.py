@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, Config
+from kvxfer.coverage import Box, common_elements, overlap_itself
 from kvxfer.errors import (
     BY_CODE,
     AccessDenied,
@@ -28,6 +29,7 @@ from kvxfer.errors import (
 )
 from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Notify, Posted, Refused
 from kvxfer.rendezvous.postings import (
+    AGAIN_WAIT_S,
     FOUND_BY_KEY,
     SINGLE_USE,
     Claim,
@@ -39,14 +41,16 @@ from kvxfer.rendezvous.postings import (
     Posting,
     Waiter,
     WaitingRoom,
+    check_boxes,
     check_posting,
     gone,
     not_served,
+    part_of,
     too_many,
     used_up,
 )
 from kvxfer.rendezvous.shares import Shares, is_greedy
-from kvxfer.rendezvous.tally import AIMS, WITHDRAWN, Tally
+from kvxfer.rendezvous.tally import AIMS, COMMITTED, WITHDRAWN, Tally
 from kvxfer.rendezvous.timeline import Timeline
 
 DETAIL_CHARS_MAX = 1000
@@ -115,6 +119,8 @@ class Book:
         lease_s: float,
         claims_max: int,
         namespace: str = "",
+        boxes: tuple[Box, ...] = (),
+        private: bool = False,
     ) -> list[Action]:
         """Post in the party's namespace; the daemon itself also in others."""
         if self.draining:
@@ -122,9 +128,10 @@ class Book:
         if not party.is_worker:
             raise AccessDenied("only a worker of this node may post here")
         check_posting(kind, key, body, claims_max)
+        check_boxes(kind, boxes, private)
         self._check_room(party, len(body))
         line: Line = (namespace or party.namespace, kind, key)
-        if kind in FOUND_BY_KEY and line in self._by_key:
+        if kind in FOUND_BY_KEY and not private and line in self._by_key:
             raise UsageError(f"this {kind} is already posted", key=key)
         deadline = self._deadline(now, kind, lease_s)
         posting = Posting(
@@ -134,14 +141,16 @@ class Book:
             kind=kind,
             key=key,
             body=body,
-            places=1 if kind in SINGLE_USE else claims_max,
+            places=0 if boxes else 1 if kind in SINGLE_USE else claims_max,
             deadline=deadline,
             namespace=line[0],
+            boxes=boxes,
+            private=private,
         )
         self._postings[posting.id] = party.postings[posting.id] = posting
         self.posting_bytes += len(body)
         party.posting_bytes += len(body)
-        if kind in FOUND_BY_KEY:
+        if posting.found_by_key:
             self._by_key[line] = posting
             self._ended.renewed(line)
         if deadline is not None:
@@ -206,20 +215,26 @@ class Book:
         secret: bytes,
         wait_s: float,
         engine_id: str,
+        boxes: tuple[Box, ...] = (),
     ) -> list[Action]:
         if self.draining:
             raise PeerDraining("this node is shutting down")
         if not 0 <= wait_s <= self._config.wait_s_max:
             raise UsageError("bad wait", wait_s=wait_s, wait_s_max=self._config.wait_s_max)
+        check_boxes("offer", boxes, False)
+        if posting_id and self._written(self._remembered(party, posting_id), boxes, engine_id):
+            return [self._nothing_to_do(party, rid, posting_id)]
         found = self._find_by_id(party, kind, posting_id, secret) if posting_id else self._find_by_key(party, kind, key)
         posting = found
         if posting is not None and posting.free:
-            return self._match(now, posting, party, rid, engine_id)
+            return self._match(now, posting, party, rid, engine_id, boxes)
         line: Line = ("", "", posting_id) if posting_id else (party.namespace, kind, key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
+        if self._written(self._ended.last(line), boxes, engine_id):
+            wait_s = min(wait_s, AGAIN_WAIT_S)
         if wait_s == 0:
-            raise not_served(line, why)
-        waiter = self._waiting.enter(party, rid, line, engine_id, why)
+            return [self._not_served(party, rid, line, why, boxes, engine_id)]
+        waiter = self._waiting.enter(party, rid, line, engine_id, why, boxes)
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
 
@@ -322,8 +337,8 @@ class Book:
             waiter = self._waiting.get(number) if what == "waiter" else None
             if waiter is not None:
                 self._drop_waiter(waiter)
-                error = not_served(waiter.line, waiter.why)
-                actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
+                left = (waiter.line, waiter.why, waiter.boxes, waiter.engine_id)
+                actions.append(self._not_served(waiter.party, waiter.rid, *left))
             elif posting is not None and what == "orphan":
                 actions += self.claimant_lost(now, posting.claims[number])
             elif posting is not None and what == "posting":
@@ -393,24 +408,46 @@ class Book:
             raise LeaseExpired(f"the {kind} ran out", key=key[:KEY_CHARS_MAX])
         return self._by_key.get(line)
 
-    def _match(self, now: float, posting: Posting, party: Party, rid: int, engine_id: str) -> list[Action]:
+    def _not_served(
+        self, party: Party, rid: int, line: Line, why: str, boxes: tuple[Box, ...], engine_id: str
+    ) -> Action:
+        """The end of a claim that found nothing. If others wrote its part of the last offer, that is a success."""
+        if self._written(self._ended.last(line), boxes, engine_id):
+            return self._nothing_to_do(party, rid, self._ended.last_id(line))
+        return Refused(link=party.link, rid=rid, error=not_served(line, why))
+
+    def _written(self, ended: Ended | None, boxes: tuple[Box, ...], engine_id: str) -> bool:
+        return ended is not None and ended.covers(boxes, engine_id)
+
+    def _nothing_to_do(self, party: Party, rid: int, posting_id: str) -> Claimed:
+        """Others write, or have written, all that the claimant has: there is no claim."""
+        return Claimed(
+            link=party.link,
+            rid=rid,
+            posting=posting_id,
+            claim=0,
+            body=b"",
+            expires_in_s=0.0,
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+        )
+
+    def _match(
+        self, now: float, posting: Posting, party: Party, rid: int, engine_id: str, boxes: tuple[Box, ...]
+    ) -> list[Action]:
+        part = part_of(posting, boxes) if posting.boxes else ()
+        if posting.boxes and not part:
+            return [self._nothing_to_do(party, rid, posting.id)]
         if not self._claims.room(party.account):
             raise too_many("live claims on this node", "claims_max", self._claims, party.account)
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
-        claim = Claim(
-            posting,
-            posting.issued,
-            party,
-            party.node_id,
-            party.incarnation,
-            engine_id,
-            now,
-            party.session,
-            rid,
-            party.account,
-        )
+        who = (party, party.node_id, party.incarnation, engine_id)
+        claim = Claim(posting, posting.issued, *who, now, party.session, rid, party.account, part)
+        if part:
+            posting.taken += part
+            posting.writers.add(engine_id)
         posting.claims[claim.number] = party.claims[claim.key] = claim
         party.asked(rid, claim)
         self._claims.take(claim.account)
@@ -424,11 +461,13 @@ class Book:
             node_id=self._node_id,
             incarnation=self._incarnation,
         )
-        return [answer, _notice(claim, "claimed", "", "")]
+        # The owner first: it must know of whoever may write, even if this daemon ends now.
+        return [_notice(claim, "claimed", "", "", boxes=part), answer]
 
     def _settle(self, now: float, claim: Claim, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
         posting = claim.posting
         self._forget_claim(now, claim, code)
+        posting.broken |= bool(posting.boxes) and code != "done"
         if posting.kind in SINGLE_USE or (posting.kind == "ticket" and what == "settled" and code == "done"):
             posting.spent += 1
         told: list[Action] = [_notice(claim, what, code, detail)] if tell else []
@@ -438,12 +477,12 @@ class Book:
         """Give free places to those who wait for this posting, by its id or by its key, oldest first."""
         actions: list[Action] = []
         lines: list[Line] = [("", "", posting.id)]
-        if posting.kind in FOUND_BY_KEY:
+        if posting.found_by_key:
             lines.append(posting.line)
         while posting.free and (waiter := self._waiting.oldest(lines)) is not None:
             self._drop_waiter(waiter)
             try:
-                actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id)
+                actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id, waiter.boxes)
             except KvxferError as error:
                 actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
         return actions + (self._send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
@@ -464,12 +503,12 @@ class Book:
                 actions.append(_notice(claim, how, code, detail, to=claim.party))
             self._forget_claim(now, claim, reason)
         del self._postings[posting.id], posting.owner.postings[posting.id]
-        if posting.kind in FOUND_BY_KEY:
+        if posting.found_by_key:
             del self._by_key[posting.line]
         self.posting_bytes -= len(posting.body)
         posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
-        self._ended.add(posting, how)
+        self._ended.add(posting, how, committed=detail == COMMITTED)
         return actions + self._send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
     def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
@@ -507,7 +546,7 @@ class Book:
         self._claims.check()
         assert {posting.id for posting in postings} == {name for party in linked for name in party.postings}
         assert {key: self._postings[posting.id] for key, posting in self._by_key.items()} == {
-            posting.line: posting for posting in postings if posting.kind in FOUND_BY_KEY
+            posting.line: posting for posting in postings if posting.found_by_key
         }
         assert all(claim.party.namespace == claim.posting.namespace for claim in claims if claim.party is not None)
         for posting in postings:
@@ -515,7 +554,9 @@ class Book:
             assert not posting.places or posting.spent + len(posting.claims) <= posting.places
             assert all(number == claim.number <= posting.issued for number, claim in posting.claims.items())
             assert self._ended.get(posting.id) is None
-            lines = [("", "", posting.id), posting.line][: 1 + (posting.kind in FOUND_BY_KEY)]
+            assert sum(box.elements for box in posting.taken) == common_elements(posting.taken, posting.boxes)
+            assert not overlap_itself(posting.taken), "two claims write the same"
+            lines = [("", "", posting.id), posting.line][: 1 + posting.found_by_key]
             assert not (posting.free and self._waiting.oldest(lines)), "somebody waits for a free place"
         held = [claim for party in linked for claim in party.claims.values()]
         orphans = [claim for of_node in self._orphans.values() for claim in of_node.values()]
@@ -544,7 +585,9 @@ def _posted(now: float, party: Party, rid: int, posting: Posting) -> Posted:
     )
 
 
-def _notice(claim: Claim, what: str, code: str, detail: str, *, to: Party | None = None) -> Notify:
+def _notice(
+    claim: Claim, what: str, code: str, detail: str, *, to: Party | None = None, boxes: tuple[Box, ...] = ()
+) -> Notify:
     return Notify(
         link=(to or claim.posting.owner).link,
         posting=claim.posting.id,
@@ -553,6 +596,7 @@ def _notice(claim: Claim, what: str, code: str, detail: str, *, to: Party | None
         code=code,
         detail=detail[:DETAIL_CHARS_MAX],
         engine_id=claim.engine_id,
+        boxes=boxes,
     )
 
 

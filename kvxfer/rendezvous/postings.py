@@ -12,10 +12,13 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
+from kvxfer.coverage import Box, clip, common_elements, overlap_itself
 from kvxfer.errors import (
     BusyError,
+    GeometryMismatch,
     KvxferError,
     LeaseExpired,
+    OverlapError,
     PeerLost,
     TooLarge,
     TooManyPending,
@@ -31,13 +34,21 @@ SINGLE_USE = frozenset({"offer", "landing"})
 # Found by their key; a ticket needs posting and secret, and so many may share a key.
 FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
 
+WRITERS_MAX = 1024  # pushes into one offer
+WRITERS_REMEMBERED_MAX = 64  # of an offer that has ended
+AGAIN_WAIT_S = 1.0  # for another offer, by somebody whose part of the last one was written by others
+
 ClaimKey = tuple[str, int]
 Line = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
 
 
 @dataclass(slots=True, eq=False)
 class Posting:
-    """Something to be claimed. `places` 0: any number of claims; `deadline` None: as long as its owner."""
+    """Something to be claimed. `places` 0: any number of claims; `deadline` None: as long as its owner.
+
+    An offer with `boxes` is written by several claims: `taken` is what they write or have written, without overlap,
+    `writers` are their engines. It is `broken` once one of them ended without success.
+    """
 
     id: str
     secret: bytes = field(repr=False)
@@ -51,16 +62,26 @@ class Posting:
     claims: dict[int, Claim] = field(default_factory=dict)
     issued: int = 0
     spent: int = 0
+    boxes: tuple[Box, ...] = ()
+    private: bool = False
+    taken: list[Box] = field(default_factory=list)
+    writers: set[str] = field(default_factory=set)
+    broken: bool = False
 
     @property
     def free(self) -> bool:
         """One more may claim it now."""
-        return not self.places or self.spent + len(self.claims) < self.places
+        return not self.broken and (not self.places or self.spent + len(self.claims) < self.places)
 
     @property
     def used_up(self) -> bool:
         """Nobody can claim it any more, whatever becomes of the live claims."""
-        return bool(self.places) and self.spent >= self.places
+        return self.broken or (bool(self.places) and self.spent >= self.places)
+
+    @property
+    def found_by_key(self) -> bool:
+        """Its key finds it; a private one needs posting and secret."""
+        return self.kind in FOUND_BY_KEY and not self.private
 
     @property
     def line(self) -> Line:
@@ -86,6 +107,7 @@ class Claim:
     session: str = ""
     rid: int = 0
     account: Hashable = None
+    boxes: tuple[Box, ...] = ()
 
     @property
     def key(self) -> ClaimKey:
@@ -112,6 +134,7 @@ class Waiter:
     line: Line
     engine_id: str
     why: str
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -153,13 +176,22 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is remembered of a posting that is gone: how (`expired`, `withdrawn`, `lost`), and its last claim."""
+    """What is remembered of a posting that is gone: how (`expired`, `withdrawn`, `lost`), and its last claim. Of an
+    offer that was committed also its boxes and who wrote them.
+    """
 
     how: str
     kind: str
     key: str
     issued: int
     namespace: str = ""
+    boxes: tuple[Box, ...] = ()
+    writers: frozenset[str] = frozenset()
+
+    def covers(self, boxes: tuple[Box, ...], engine_id: str) -> bool:
+        """Others wrote all that these boxes have for it. Who wrote a part itself is not meant: it begins anew."""
+        wanted = clip(boxes, self.boxes)
+        return bool(wanted) and engine_id not in self.writers
 
 
 class WaitingRoom:
@@ -177,13 +209,15 @@ class WaitingRoom:
     def get(self, number: int) -> Waiter | None:
         return self._waiters.get(number)
 
-    def enter(self, party: Party, rid: int, line: Line, engine_id: str, why: str) -> Waiter:
+    def enter(
+        self, party: Party, rid: int, line: Line, engine_id: str, why: str, boxes: tuple[Box, ...] = ()
+    ) -> Waiter:
         """Raises `TooManyPending`."""
         if not self._shares.room(party.account):
             raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
         self._shares.take(party.account)
         self._last += 1
-        waiter = Waiter(self._last, party, rid, line, engine_id, why)
+        waiter = Waiter(self._last, party, rid, line, engine_id, why, boxes)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
         party.asked(rid, waiter)
         self._lines.setdefault(line, OrderedDict())[waiter.number] = None
@@ -222,41 +256,58 @@ class WaitingRoom:
 
 
 class EndedMemory:
-    """The last postings that ended, at most `limit` of them. Keys are remembered for expired ones only."""
+    """The last postings that ended, at most `limit` of them. Keys are remembered for those that expired or were
+    committed.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_id: OrderedDict[str, Ended] = OrderedDict()
-        self._expired: dict[Line, str] = {}
+        self._by_line: dict[Line, str] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, posting: Posting, how: str) -> None:
-        self._by_id[posting.id] = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace)
-        if how == "expired":
-            self._expired[posting.line] = posting.id
+    def add(self, posting: Posting, how: str, *, committed: bool = False) -> None:
+        committed &= bool(posting.boxes) and len(posting.writers) <= WRITERS_REMEMBERED_MAX
+        boxes, writers = (posting.boxes, frozenset(posting.writers)) if committed else ((), frozenset[str]())
+        ended = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace, boxes, writers)
+        self._by_id[posting.id] = ended
+        if (how == "expired" or committed) and not posting.private:
+            self._by_line[posting.line] = posting.id
         while len(self._by_id) > self._limit:
             old, ended = self._by_id.popitem(last=False)
             line = (ended.namespace, ended.kind, ended.key)
-            if self._expired.get(line) == old:
-                del self._expired[line]
+            if self._by_line.get(line) == old:
+                del self._by_line[line]
 
     def get(self, posting: str) -> Ended | None:
         return self._by_id.get(posting)
 
+    def last_id(self, line: Line) -> str:
+        """The id of `last`, which must be there."""
+        return self._by_line[line]
+
+    def last(self, line: Line) -> Ended | None:
+        """The last posting with this key, if it ran out or was committed and there has been none since."""
+        found = self._by_line.get(line)
+        return None if found is None else self._by_id[found]
+
     def expired(self, line: Line) -> bool:
         """The last posting with this key ran out, and there has been none since."""
-        return line in self._expired
+        last = self.last(line)
+        return last is not None and last.how == "expired"
 
     def renewed(self, line: Line) -> None:
         """The key is posted again: what happened before no longer matters for those who ask by key."""
-        self._expired.pop(line, None)
+        self._by_line.pop(line, None)
 
     def check(self) -> None:
         assert len(self._by_id) <= self._limit
-        for (namespace, kind, key), posting in self._expired.items():
-            assert self._by_id[posting] == Ended("expired", kind, key, self._by_id[posting].issued, namespace)
+        for (namespace, kind, key), posting in self._by_line.items():
+            ended = self._by_id[posting]
+            assert (ended.namespace, ended.kind, ended.key) == (namespace, kind, key)
+            assert ended.how == "expired" or ended.boxes
 
 
 def gone(posting_id: str, ended: Ended | None) -> KvxferError:
@@ -273,6 +324,8 @@ def gone(posting_id: str, ended: Ended | None) -> KvxferError:
 
 def used_up(posting: Posting) -> KvxferError:
     """Why nobody can claim a posting again that had its claims."""
+    if posting.broken:
+        return UnknownTransfer("a push into this offer has failed, and so has the offer", posting=posting.id)
     return UnknownTransfer(f"the {posting.kind} was used up", posting=posting.id, claims_max=posting.places)
 
 
@@ -291,6 +344,48 @@ def too_many(what: str, option: str, shares: Shares, who: Hashable) -> TooManyPe
     hint = "try again when some have ended" + (f", or raise {option} there" if option else "")
     text = f"too many {what}: {shares.total} of {shares.limit}{whose}"
     return TooManyPending(text, option=option or None, limit=shares.limit, hint=hint)
+
+
+def part_of(posting: Posting, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    """What a claimant that has these boxes (none: all) is to write of an offer; nothing: others write all of it.
+
+    Raises `GeometryMismatch` when the offer wants nothing of them, `OverlapError` when others write a part of it, and
+    `TooManyPending` when too many write it already.
+    """
+    wanted = clip(boxes, posting.boxes) if boxes else posting.boxes
+    size = sum(box.elements for box in wanted)
+    if not size and any(box.elements for box in posting.boxes):
+        raise GeometryMismatch(
+            "what the push has and what the offer wants have nothing in common; nothing was moved",
+            source=_shown(boxes),
+            target=_shown(posting.boxes),
+        )
+    taken = common_elements(wanted, posting.taken)
+    if taken == size and posting.issued:
+        return ()
+    if taken:
+        found = next(box for box in clip(wanted, posting.taken))
+        raise OverlapError(
+            f"another push writes a part of this one already ({found}); nothing was moved",
+            overlap=str(found),
+            source=_shown(boxes),
+            hint="give each push what no other one has, or exactly what another one has",
+        )
+    if posting.issued >= WRITERS_MAX:
+        raise TooManyPending("too many pushes write this offer", limit=WRITERS_MAX, retryable=False)
+    return wanted or posting.boxes
+
+
+def _shown(boxes: tuple[Box, ...]) -> str:
+    return "; ".join(map(str, boxes))[:200]
+
+
+def check_boxes(kind: str, boxes: tuple[Box, ...], private: bool) -> None:
+    """Raises `UsageError` for boxes that overlap each other, or that are none of an offer."""
+    if kind != "offer" and (boxes or private):
+        raise UsageError("only an offer has boxes or is private", kind=kind[:40])
+    if overlap_itself(boxes):
+        raise UsageError("these boxes overlap each other", boxes=_shown(boxes))
 
 
 def check_posting(kind: str, key: str, body: bytes, claims_max: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvxfer.config import DEFAULT_NAMESPACE, Config
+from kvxfer.coverage import Box
 from kvxfer.errors import (
     AccessDenied,
     ClosedError,
@@ -137,6 +138,8 @@ class Registry:
         lease_s: float = 0.0,
         claims_max: int = 0,
         namespace: str = "",
+        boxes: tuple[Box, ...] = (),
+        private: bool = False,
     ) -> list[Action]:
         """Post something. `lease_s` 0: the default; for a region, as long as its worker. Waiting claims are served.
 
@@ -156,6 +159,8 @@ class Registry:
                 lease_s=lease_s,
                 claims_max=claims_max,
                 namespace=namespace,
+                boxes=boxes,
+                private=private,
             ),
         )
 
@@ -183,6 +188,7 @@ class Registry:
         engine_id: str = "",
         node_id: str = "",
         incarnation: str = "",
+        boxes: tuple[Box, ...] = (),
     ) -> list[Action]:
         """Claim a posting of this node, by kind and key or by posting and secret; answered within `wait_s`."""
 
@@ -203,6 +209,7 @@ class Registry:
                 secret=secret,
                 wait_s=wait_s,
                 engine_id=engine_id,
+                boxes=boxes,
             )
 
         answer = self._answer(now, link, rid, decide)
@@ -236,6 +243,8 @@ class Registry:
         actions = self.expire(now)
         party = self._parties.get(answer.link)
         key = (answer.posting, answer.claim)
+        if not answer.claim:  # nothing to settle
+            return [*actions, answer] if party is not None else actions
         if party is None or not party.is_worker:
             return [*actions, _settle_elsewhere(answer.node_id, key, "failed", PeerLost.code, "the claimant ended")]
         limit = self._config.claims_max

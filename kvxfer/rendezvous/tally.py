@@ -16,7 +16,8 @@ BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  #
 KINDS = frozenset({"offer", "ticket", "region", "landing"})
 DONE, WITHDRAWN, OTHER = "done", "withdrawn", "other"
 # Why an owner withdraws what has reached its aim, perhaps before it hears the same from the claimant.
-AIMS = frozenset({"committed", "released"})
+COMMITTED = "committed"  # why an owner withdraws an offer that has reached its aim
+AIMS = frozenset({COMMITTED, "released"})
 
 
 @dataclass(slots=True)

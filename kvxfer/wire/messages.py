@@ -50,6 +50,7 @@ CONFIRM_BYTES_MAX = VALUE_BYTES_MAX  # what is asked fits the answer
 LINK_ROLES = ("worker", "peer", "tool")
 POSTING_KINDS = ("offer", "ticket", "region")
 CLAIM_KINDS = (*POSTING_KINDS, "landing")
+BOXES_MAX, BOX_BYTES = 16, 64  # as in `wire.boxes`
 OUTCOMES = ("done", "failed", "cancelled")
 POSTING_EVENTS = ("claimed", "settled", "lost", "orphaned", "expired", "withdrawn")
 
@@ -75,6 +76,7 @@ Duration = Annotated[float, Seconds(SECONDS_MAX)]
 PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
 MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
 Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), Since(2)]  # empty: "default"; of a worker: its daemon's
+Boxes = Annotated[bytes, Blob(BOXES_MAX * BOX_BYTES), Since(2)]
 EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
 
 
@@ -193,7 +195,11 @@ class Done(Message):
 @numbered(20)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Post(Message):
-    """Worker: here is something to be claimed. `claims_max` 0 means any number."""
+    """Worker: here is something to be claimed. `claims_max` 0 means any number.
+
+    ``boxes`` are what an offer wants, as in `wire.boxes`: then several claims write it, each another part. ``private``:
+    found by posting and secret only, whatever its key.
+    """
 
     rid: Rid = 0
     kind: Annotated[str, OneOf(POSTING_KINDS)]
@@ -201,6 +207,8 @@ class Post(Message):
     body: PostingBody = b""
     lease_s: Duration
     claims_max: Annotated[int, UInt(CLAIM_NUMBER_MAX)] = 0
+    boxes: Boxes = b""
+    private: Annotated[bool, Flag(), Since(2)] = False
 
 
 @numbered(21)
@@ -240,6 +248,7 @@ class Claim(Message):
     """Take what is posted at a node, by kind and key or by posting and secret. No `node` means the daemon asked.
 
     An empty `node_id` or `incarnation` accepts any. Waits up to `wait_s` for something that is not posted yet.
+    ``boxes`` are what the claimant has for an offer; none: all that is wanted.
     """
 
     rid: Rid = 0
@@ -252,12 +261,16 @@ class Claim(Message):
     secret: PostingSecretOrNone = b""
     wait_s: Duration = 0.0
     engine_id: IdentityOrAny = ""
+    boxes: Boxes = b""
 
 
 @numbered(25)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Claimed(Message):
-    """The reply to Claim and Land: the posting's body, and the claim's number within the posting."""
+    """The reply to Claim and Land: the posting's body, and the claim's number within the posting.
+
+    Number 0, for an offer only: others write all that the claimant has for it, and there is no claim to settle.
+    """
 
     rid: Rid = 0
     posting: Identity
@@ -285,7 +298,10 @@ class Settle(Message):
 @numbered(27)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PostingEvent(Message):
-    """What happened to a posting or to one claim on it; `claim` 0 means all. On the wire its name is Event."""
+    """What happened to a posting or to one claim on it; `claim` 0 means all. On the wire its name is Event.
+
+    With ``claimed``, ``boxes`` are what the claim writes of an offer that said its own.
+    """
 
     posting: Identity
     claim: ClaimNumber = 0
@@ -293,6 +309,7 @@ class PostingEvent(Message):
     code: CodeOrNone = ""
     detail: Explanation = ""
     engine_id: IdentityOrAny = ""
+    boxes: Boxes = b""
 
 
 @numbered(28, since=2)

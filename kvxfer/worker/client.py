@@ -34,9 +34,10 @@ from kvxfer.worker.notifications import Notifications
 from kvxfer.worker.offer import Landing
 from kvxfer.worker.peer import Peer, as_node
 from kvxfer.worker.publish import Publication
-from kvxfer.worker.pull import AnyTicket, Pull, Pulled, as_ticket, as_tickets, release_unread
+from kvxfer.worker.pull import Pull, Pulled, release_unread
 from kvxfer.worker.push import Push
 from kvxfer.worker.sharing import Share, lookup_descriptor, share_region
+from kvxfer.worker.tickets import AnyTicket, as_ticket, as_tickets
 
 Node = str | Sequence[str]
 RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
@@ -272,9 +273,16 @@ class Client(ClientLife):
         *,
         lease_s: float | None = None,
         timeout: float | None = None,
+        sources: int | None = None,
+        private: bool = False,
     ) -> Landing:
         """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after
         ``timeout``.
+
+        Pushes from unlike ranks (other heads, layers or tokens of the request) write it together, at the same time; it
+        is committed when they cover every byte. ``sources``: how many there will be at most, so that what is missing
+        then is an error at once and not at the deadline. With ``private`` the offer is found by its ticket only
+        (`Landing.ticket`): no other client can fill it, or be in its way, by using the same id.
         """
         return Landing(
             self,
@@ -284,13 +292,15 @@ class Client(ClientLife):
             lease_s=self._lease(lease_s),
             timeout=self._timeout(timeout),
             check=self.config.integrity,
+            sources=sources,
+            private=private,
         )
 
     def push(
         self,
-        request_id: str,
+        request: AnyTicket,
         *,
-        to: Node,
+        to: Node | None = None,
         cache: KVCache,
         table: BlockTable,
         wait_s: float | None = None,
@@ -299,16 +309,24 @@ class Client(ClientLife):
     ) -> Push:
         """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
 
+        ``request`` is the request's id; without ``to`` it is the ticket of the offer (`Landing.ticket`, also as a dict
+        or JSON). Of several pushes into one offer each writes what it has: see `offer` and `Push.covered`. A part that
+        another push writes already is an `OverlapError`, nothing in common a `GeometryMismatch`.
+
         With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
         takes them over with `adopt`. A full pool is a `BusyError`, at once or after ``wait_s`` in line.
         """
         limit = self._timeout(timeout)
         if wait_s is None:
             wait_s = 0.0 if land else limit
+        ticket = as_ticket(request) if to is None else None
+        if ticket is not None and land:
+            raise UsageError("a push that lands names a node, not a ticket", field="to")
         return Push(
             self,
-            _request_id(request_id),
-            to=as_node(to),
+            _request_id(request if ticket is None else ticket.request_id),
+            to=as_node(to or ()) if ticket is None else ticket.addresses,
+            ticket=ticket,
             cache=cache,
             table=table,
             wait_s=seconds(wait_s, "wait_s", least=0.0),

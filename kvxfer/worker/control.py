@@ -17,11 +17,14 @@ from typing import Any, TypeVar
 import msgpack
 
 from kvxfer.config import Config
+from kvxfer.coverage import Box
 from kvxfer.deadline import ANSWER, CONNECTING, Deadline
+from kvxfer.descriptors import Ticket
 from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
 from kvxfer.wire import messages as m
+from kvxfer.wire.boxes import pack
 from kvxfer.worker.untold import Untold
 
 EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
@@ -256,12 +259,17 @@ class Control:
         claims_max: int,
         on_event: EventCallback,
         deadline: Deadline | None = None,
+        boxes: Sequence[Box] = (),
+        private: bool = False,
     ) -> PostingHandle:
         """Post something for others to claim, within `timeout_s` unless there is a ``deadline``.
 
         Cancelled or failed: nothing stays posted, also when the daemon answers later.
         """
-        message = m.Post(kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max)
+        wanted = pack(boxes)
+        message = m.Post(
+            kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max, boxes=wanted, private=private
+        )
         handle = PostingHandle(message, on_event)
         deadline = deadline or Deadline.after(self._config.timeout_s)
         try:
@@ -296,6 +304,18 @@ class Control:
         for event in self._early.pop((reply.posting, 0), ()):
             self._on_posting_event(event)
 
+    def ticket(self, handle: PostingHandle, request_id: str, lease_s: float) -> Ticket:
+        """How others find a posting as it is known to the present daemon."""
+        return Ticket(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            addresses=self.addresses,
+            posting=handle.posting,
+            secret=handle.secret,
+            request_id=request_id,
+            expires_in_s=lease_s,
+        )
+
     async def renew(self, handle: PostingHandle, lease_s: float, deadline: Deadline) -> None:
         """Extend a lease to ``lease_s`` from now."""
         await self.request(m.Renew(posting=handle.posting, lease_s=lease_s), deadline)
@@ -313,7 +333,8 @@ class Control:
     async def claim(
         self, message: m.Claim | m.Land, deadline: Deadline, on_event: EventCallback, *, finish: bool = False
     ) -> tuple[ClaimHandle, bytes]:
-        """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled.
+        """Claim a posting of another node (or ours). Cancelled: a claim that was made anyway is settled. One with the
+        number 0 is none: there is nothing to do, and nothing to settle (see `Claimed`).
 
         ``finish``: a cancelled claim is not given up on its way but made and settled, so that its owner hears of it.
         """
@@ -331,6 +352,10 @@ class Control:
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)
         handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim)
+        if not reply.claim:
+            if not (isinstance(message, m.Claim) and message.boxes):
+                raise ProtocolError("the daemon granted a claim without a number")
+            return handle, reply.body
         key = (reply.posting, reply.claim)
         self._claims[key] = on_event
         for event in self._early.pop(key, ()):
@@ -341,7 +366,7 @@ class Control:
         if done.cancelled() or done.exception() is not None:
             return
         reply = done.result()
-        if isinstance(reply, m.Claimed):
+        if isinstance(reply, m.Claimed) and reply.claim:
             self.settle_in_background(ClaimHandle(tuple(node), reply.posting, reply.claim), "cancelled", None)
 
     def settle_in_background(self, handle: ClaimHandle, outcome: str, error: KvxferError | None) -> None:
@@ -423,7 +448,7 @@ class Control:
         """The reply to a request that was given up: nobody knows of what it began. Or the second to a settlement."""
         if isinstance(message, m.Posted):
             self._send(m.Withdraw(posting=message.posting, reason="given up"))
-        elif isinstance(message, m.Claimed):
+        elif isinstance(message, m.Claimed) and message.claim:
             self._send(m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled"))
         elif isinstance(message, m.Done):
             self._untold.answered(message)

@@ -1,4 +1,5 @@
-"""Decode's side of a push: `Landing`, the memory that a prefill peer writes into, layer by layer.
+"""Decode's side of a push: `Landing`, the memory that prefill peers write into, layer by layer. What has arrived and
+what is missing is counted by `incoming`.
 
 Everything that must not be forgotten happens in plain calls and callbacks, never behind an await: leaving the block
 revokes the grants at once, and the blocks stay quarantined until the engine says that no peer can
@@ -12,15 +13,17 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.coverage import box_of
 from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline
+from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     ClosedError,
+    Incomplete,
     KvxferError,
     LeaseExpired,
     PeerLost,
     ProtocolError,
     Stalled,
-    TransferCancelled,
     TransferTimeout,
     UnknownRegion,
     UsageError,
@@ -30,10 +33,11 @@ from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.memory.reservations import Reservation
 from kvxfer.native.engine import Event, EventKind
-from kvxfer.wire import tags
+from kvxfer.wire import boxes, tags
 from kvxfer.wire.messages import PostingEvent
 from kvxfer.worker.control import PostingHandle
 from kvxfer.worker.exchange import Posting
+from kvxfer.worker.incoming import Incoming, Writer
 
 if TYPE_CHECKING:
     from kvxfer.worker.client import Client
@@ -43,12 +47,12 @@ WHY_S = 1.0
 
 
 class Landing:
-    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when the push
-    committed.
+    """``async with client.offer(...) as landing``: iterate it for layers as they arrive; it ends when all is committed.
 
-    ``committed`` is True only when every layer's bytes are here (and verified, if asked). A failure of the other side
-    is raised from the iteration (or from `wait`) as a typed error, within milliseconds where the peer's death is
-    visible.
+    Several pushes may write it, each another part (see `Client.offer`). A layer is there when they together have
+    written all of it; ``committed`` is True only when the pushes that committed cover every byte that was offered (and
+    verified, if asked). A failure of one of them is raised from the iteration (or from `wait`) as a typed error, within
+    milliseconds where the peer's death is visible. `ticket` is how another one finds the offer.
     """
 
     def __init__(
@@ -61,7 +65,13 @@ class Landing:
         lease_s: float,
         timeout: float,
         check: bool,
+        sources: int | None = None,
+        private: bool = False,
     ) -> None:
+        good = sources is None or (isinstance(sources, int) and not isinstance(sources, bool) and sources >= 1)
+        if not good:
+            value = repr(sources)[:20]
+            raise UsageError("sources is how many pushes are expected, at least one", field="sources", value=value)
         self._client = client
         self._cache = cache
         self._table = table
@@ -69,13 +79,13 @@ class Landing:
         self._timeout = timeout
         self._check = check
         self._taken: Reservation | None = None
+        self._private = private
+        self._incoming = Incoming(box_of(cache.layout, table), sources)
         self._grants: list[tuple[Region, int]] = []
         self._entered = False
         self._posting: PostingHandle | None = None
         self._arrived: deque[int] = deque()
         self._seen: set[int] = set()
-        self._claim = 0
-        self._orphaned = False  # nobody can say through the daemons what becomes of the pusher
         self._vanished: asyncio.TimerHandle | None = None
         self._error: KvxferError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -116,6 +126,8 @@ class Landing:
                 claims_max=1,
                 on_event=self._on_posting,
                 deadline=deadline,
+                boxes=[self._incoming.want],
+                private=self._private,
             )
         except BaseException as error:
             self._fail(error if isinstance(error, KvxferError) else ClosedError("the offer was not made"))
@@ -145,8 +157,17 @@ class Landing:
                 raise self._error
             await self._changed()
 
+    @property
+    def ticket(self) -> Ticket:
+        """What `Client.push` takes in place of a request id and a node; inside the block only. Unguessable, and of no
+        use to anybody who cannot reach the control port of this node.
+        """
+        if self._posting is None:
+            raise UsageError("an offer has a ticket inside its block only")
+        return self._client.control.ticket(self._posting, self.request_id, self._lease_s)
+
     async def wait(self) -> None:
-        """Wait until the push committed; raises what the iteration would raise."""
+        """Wait until all is committed; raises what the iteration would raise."""
         while not self.committed:
             if self._error is not None:
                 raise self._error
@@ -174,7 +195,7 @@ class Landing:
         self._stalled = stalled
 
     def _progress(self) -> int | None:
-        return len(self._seen) if self._claim else None
+        return self._incoming.notices if self._incoming.writing else None
 
     async def wait_quiet(self, timeout: float) -> bool:
         """After the block was left: wait until no peer can write here; False when that takes longer than ``timeout``.
@@ -195,48 +216,68 @@ class Landing:
             self._pusher_vanished()
             return
         tag = tags.unpack(event.tag)
-        if tag.claim == 0 or (self._claim and tag.claim != self._claim):
-            self._unexpected(tag, "other_claim")
+        if tag.kind not in (tags.LAYER, tags.COMMIT, tags.ABORT):
+            self._unexpected(tag.kind, "not_of_a_push")
             return
-        self._claim = tag.claim
-        if tag.kind == tags.LAYER and tag.layer < self._cache.layout.geometry.layers and tag.layer not in self._seen:
-            self._seen.add(tag.layer)
-            self._arrived.append(tag.layer)
-        elif tag.kind == tags.COMMIT:
-            self._commit(event.value)
-        elif tag.kind == tags.ABORT:
-            self._fail(cancelled_by_peer("the peer ended the push"))
-        elif tag.kind == tags.LAYER:
-            self._unexpected(tag, "repeated" if tag.layer in self._seen else "no_such_layer")
-        else:
-            self._unexpected(tag, "not_of_a_push")
+        if not tag.claim:
+            self._unexpected(tag.kind, "other_claim")
+            return
+        found = self._incoming.notice(tag.claim, tag.kind, event.value if tag.kind == tags.COMMIT else tag.layer)
+        if found and not isinstance(found, KvxferError):
+            self._unexpected(tag.kind, found)
+        self._learned(found if isinstance(found, KvxferError) else None)
+
+    def _learned(self, error: KvxferError | None) -> None:
+        """Something arrived, or was announced: layers may be whole now, or all is committed, or it has failed."""
+        first = self._cache.layout.geometry.first_layer
+        for number in self._incoming.take_visible():
+            self._seen.add(number - first)
+            self._arrived.append(number - first)
+        if error is not None:
+            self._fail(error)
+        elif self._incoming.complete:
+            self._commit()
+        elif self._incoming.over:
+            self._fail(self._incomplete(Incomplete, f"all pushes of {self.request_id} that were expected are over"))
         self._wake()
 
     def _pusher_vanished(self) -> None:
-        """Its connection has ended. Whether it was cancelled, failed or died is what the daemons say, if they can."""
-        if self._orphaned or not self._claim or not self._client.control.connected:
+        """A connection has ended, and it was the last. Whether its pusher was cancelled, failed or died is what the
+        daemons say, if they can; with several pushers it need not be one whose part is missing.
+        """
+        if self._cut_off():
             self._lost()
-        elif self._vanished is None:
+        elif self._vanished is None and len(self._incoming.writers) <= 1:
             self._vanished = asyncio.get_running_loop().call_later(WHY_S, self._lost)
+
+    def _cut_off(self) -> bool:
+        """Nobody can say through the daemons what becomes of a pusher."""
+        return not self._client.control.connected or any(writer.orphaned for writer in self._incoming.writing)
 
     def _lost(self) -> None:
         self._vanished = None
-        if not self._attached():  # else it has come back over another connection
+        if self._attached():
+            return  # it has come back over another connection
+        writers = self._incoming.writers
+        if self._incoming.writing if self._cut_off() or len(writers) == 1 else not writers:
             self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
 
     def _attached(self) -> bool:
         return any(self._client.plane.engine.attached(grant) > 0 for _, grant in self._grants)
 
-    def _unexpected(self, tag: tags.Tag, reason: str) -> None:
-        self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), reason)
+    def _unexpected(self, kind: int, reason: str) -> None:
+        self._client.plane.unexpected.add(tags.NAMES.get(kind, "unknown"), reason)
 
-    def _commit(self, layers: int) -> None:
-        if not layers == len(self._seen) == self._cache.layout.geometry.layers:
-            self._fail(ProtocolError("the push committed without all its layers", said=layers, arrived=len(self._seen)))
-        elif self._error is None:
+    def _commit(self) -> None:
+        if self._error is None and not self.committed:
             self.committed = True
             self._stop_timer()
             self._client.plane.stalls.end(self)
+            self._count_early()
+
+    def _count_early(self) -> None:
+        for kind in self._incoming.take_early():
+            self._unexpected(kind, "other_claim")
 
     def _on_posting(self, event: PostingEvent) -> None:
         if self._closed:
@@ -246,8 +287,12 @@ class Landing:
         if self.committed:
             return
         if event.what == "claimed":
-            self._claim = self._claim or event.claim
-        elif event.what == "settled" and event.code == "done":
+            self._learned(self._incoming.claimed(event.claim, boxes.unpack(event.boxes)))
+            return
+        writer = self._incoming.writers.get(event.claim)
+        if writer is not None and writer.committed and event.what in ("settled", "lost", "orphaned"):
+            return  # its part is here, whatever became of it
+        if event.what == "settled" and event.code == "done":
             # The commit came before this message, if there was one.
             self._fail_if_not_committed(ProtocolError("the push says that it is done, but it has not committed"))
         elif event.what == "settled":
@@ -261,24 +306,40 @@ class Landing:
         elif event.what == "withdrawn":
             self._fail_if_not_committed(ended_by_other(event.code, event.detail or "the daemon withdrew the offer"))
         elif event.what == "orphaned":
-            self._orphaned = True
-            if not self._attached():
-                self._fail_if_not_committed(
-                    PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen))
-                )
+            self._pusher_orphaned([writer] if writer is not None else self._incoming.writing)
+
+    def _pusher_orphaned(self, writers: list[Writer]) -> None:
+        """A daemon is out of reach, of one pusher or our own: from now on the data path tells what becomes of them."""
+        for writer in writers:
+            writer.orphaned = True
+        if writers and not self._attached():
+            self._fail_if_not_committed(
+                PeerLost(f"the node that pushed {self.request_id} is gone", layers_arrived=len(self._seen))
+            )
 
     def _deadline_fired(self) -> None:
         self._timer = None
         self._client.plane.drain()
         if not self.committed:
-            kind = Stalled if self._stalled else TransferTimeout
+            kind = Incomplete if self._incoming.committed else Stalled if self._stalled else TransferTimeout
             self._fail_if_not_committed(
-                kind(
-                    f"the push of {self.request_id} did not commit within {self._timeout:g} s",
-                    layers_arrived=len(self._seen),
-                    state=TRANSFERRING if self._claim else OTHER_SIDE,
-                )
+                self._incomplete(kind, f"the push of {self.request_id} did not commit within {self._timeout:g} s")
             )
+
+    def _incomplete(self, kind: type[TransferTimeout], what: str) -> TransferTimeout:
+        """The error of a time limit, with all that is known of who is to blame."""
+        incoming, missing = self._incoming, self._incoming.missing()
+        if incoming.committed:
+            of = f"{incoming.committed} of {len(incoming.writers)} pushes committed"
+            what = f"{what}: missing {missing}; {of}"
+        return kind(
+            what,
+            layers_arrived=len(self._seen),
+            state=TRANSFERRING if incoming.writers else OTHER_SIDE,
+            missing=missing,
+            pushes=len(incoming.writers),
+            pushes_committed=incoming.committed,
+        )
 
     def _fail_if_not_committed(self, error: KvxferError) -> None:
         """Not by the data path. A commit that this side has acknowledged counts, also one that comes in this moment."""
@@ -309,6 +370,7 @@ class Landing:
             return
         taken, self._taken = self._taken, None
         self._client.leave(self)
+        self._count_early()
         if not self._client.closed:
             self._client.plane.stalls.end(self)
         self._client.reservations.quarantine(taken, f"offer {self.request_id} is settling")
@@ -338,8 +400,3 @@ class Landing:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def cancelled_by_peer(detail: str) -> TransferCancelled:
-    """The error for work that the other side ended."""
-    return TransferCancelled(detail or "the peer cancelled the transfer", by="peer")

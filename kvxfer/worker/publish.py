@@ -93,16 +93,7 @@ class Publication:
         """The ticket itself; it keeps its value after the block."""
         if self._posting is None:
             raise UsageError("a publication has a ticket inside its block only")
-        control = self._client.control
-        return Ticket(
-            node_id=control.node_id,
-            incarnation=control.incarnation,
-            addresses=tuple(control.addresses),
-            posting=self._posting.posting,
-            secret=self._posting.secret,
-            request_id=self.request_id,
-            expires_in_s=self._lease_s,
-        )
+        return self._client.control.ticket(self._posting, self.request_id, self._lease_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The ticket as a dict of strings and numbers."""

@@ -8,7 +8,7 @@ the pull ends, each publisher is told once: released when everything was read, o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,18 +39,16 @@ from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan
 from kvxfer.wire import tags
-from kvxfer.wire.messages import Claim, PostingEvent
+from kvxfer.wire.messages import PostingEvent
 from kvxfer.worker.control import ClaimHandle
 from kvxfer.worker.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
-from kvxfer.worker.publish import Publication
+from kvxfer.worker.tickets import claim_of
 
 if TYPE_CHECKING:
     from kvxfer.worker.client import Client
 
 LAYERS_IN_FLIGHT_MAX = 8
 SOURCES_MAX = 1024
-
-AnyTicket = Ticket | Publication | Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +181,7 @@ class Pull:
     async def _claim(self, source: Source, deadline: Deadline) -> None:
         # Cancelled on the way, the publisher still has to hear that nobody will read.
         source.claim, body = await self._client.control.claim(
-            claim_of(source.ticket), deadline, partial(self._on_claim, source), finish=True
+            claim_of(source.ticket, "ticket"), deadline, partial(self._on_claim, source), finish=True
         )
         source.peer = await Posting.receive(body)
 
@@ -360,38 +358,11 @@ def _tickets(count: int) -> str:
     return "ticket does" if count == 1 else f"{count} tickets together do"
 
 
-def claim_of(ticket: Ticket) -> Claim:
-    """The message that claims a ticket."""
-    return Claim(
-        node=ticket.addresses,
-        node_id=ticket.node_id,
-        incarnation=ticket.incarnation,
-        kind="ticket",
-        posting=ticket.posting,
-        secret=ticket.secret,
-    )
-
-
 async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
     """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
     control = client.control
     try:
-        claim, _ = await control.claim(claim_of(ticket), deadline, lambda event: None)
+        claim, _ = await control.claim(claim_of(ticket, "ticket"), deadline, lambda event: None)
     except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
         return  # nobody holds anything for us any more
     control.settle_in_background(claim, "done", None)
-
-
-def as_ticket(given: AnyTicket) -> Ticket:
-    """A ticket in whatever shape it arrived."""
-    if isinstance(given, Ticket):
-        return given
-    if isinstance(given, Publication):
-        return given.ticket
-    return Ticket.from_json(given) if isinstance(given, str) else Ticket.from_dict(given)
-
-
-def as_tickets(given: AnyTicket | Sequence[AnyTicket]) -> list[Ticket]:
-    """One ticket or several."""
-    several = isinstance(given, list | tuple)
-    return [as_ticket(one) for one in given] if several else [as_ticket(given)]  # type: ignore[union-attr,arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING
 import msgpack
 import numpy as np
 
+from kvxfer.coverage import box_of
 from kvxfer.dataplane.plane import Part
-from kvxfer.dataplane.transfer import Transfer, settle_within
+from kvxfer.dataplane.transfer import Transfer, nothing_to_move, settle_within
 from kvxfer.deadline import NOTIFYING, ROOM, TRANSFERRING, Deadline
-from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.errors import (
     ClosedError,
     KvxferError,
@@ -34,7 +36,7 @@ from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
-from kvxfer.wire import tags
+from kvxfer.wire import boxes, tags
 from kvxfer.wire.messages import Claim, Land, PostingEvent
 from kvxfer.worker.control import ClaimHandle
 from kvxfer.worker.exchange import (
@@ -48,6 +50,7 @@ from kvxfer.worker.exchange import (
     prepared_layer,
     unpack_map,
 )
+from kvxfer.worker.tickets import claim_of
 
 if TYPE_CHECKING:
     from kvxfer.worker.client import Client
@@ -61,6 +64,9 @@ class Push:
 
     `layer` returns as soon as the layer is in the engine's hands (at most `LAYERS_IN_FLIGHT_MAX` at a time); its memory
     must stay as it is until the block is left. ``bytes_done`` and ``transport`` tell what was moved and how.
+
+    The push writes what it has in common with the offer; of a layer that the offer does not want, nothing. ``covered``
+    is True when other pushes write all of that: then this one moves nothing, and leaving its block is a success.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Push:
         request_id: str,
         *,
         to: Sequence[str],
+        ticket: Ticket | None,
         cache: KVCache,
         table: BlockTable,
         wait_s: float,
@@ -77,6 +84,7 @@ class Push:
     ) -> None:
         self._client = client
         self._to = tuple(to)
+        self._ticket = ticket
         self._cache = cache
         self._table = table
         self._wait_s = wait_s
@@ -96,6 +104,7 @@ class Push:
         self._committed_there = False  # the other side says so; our acknowledgement may still be on its way
         self._ended_by: KvxferError | None = None
         self.request_id = request_id
+        self.covered = False
         self.bytes_done = 0
         self.transport = ""
 
@@ -109,10 +118,13 @@ class Push:
         self._client.enter(self, self._fail)
         try:
             body = await self._rendezvous(deadline)
+            if self.covered:
+                return self
             self._peer = await self._read(body)
             plan = await negotiate(
                 *(self._cache.layout, self._table, self._peer.layout, self._peer.table),
                 ignore_fingerprint=self._client.config.ignore_fingerprint,
+                within=box_of(self._peer.layout, self._peer.table),
             )
             self._raise_if_failed()
             self.transport = await self._reaching.reach(self._client.plane, self._cache, self._peer, deadline)
@@ -131,6 +143,8 @@ class Push:
         """
         plan, peer, deadline = self._require(index)
         self._layers.add(index)
+        if plan is None or peer is None or self._number(index) not in plan.box.layers:
+            return nothing_to_move(self._client.plane, self.request_id)
         started = False
         try:
             parts = await prepared_layer(plan, index, OpKind.PUT, self._cache, peer, self._client.config.segments_max)
@@ -147,6 +161,10 @@ class Push:
             if not started:
                 self._layers.discard(index)
         return transfer
+
+    def _number(self, index: int) -> int:
+        """What both sides call one of our layers."""
+        return self._cache.layout.geometry.first_layer + index
 
     async def layers(self) -> None:
         """Write all layers, first to last."""
@@ -178,8 +196,12 @@ class Push:
             lease_s = self._client.config.lease_s
             request = Land(node=self._to, key=key, length=length, body=wanted, lease_s=lease_s, wait_s=wait_s)
         else:
-            request = Claim(node=self._to, kind="offer", key=key, wait_s=wait_s)
-        self._claim, body = await control.claim(request, deadline, self._on_claim)
+            mine = boxes.pack([box_of(self._cache.layout, self._table)])
+            request = claim_of(self._ticket, "offer") if self._ticket else Claim(node=self._to, kind="offer", key=key)
+            request = replace(request, wait_s=wait_s, boxes=mine)
+        claim, body = await control.claim(request, deadline, self._on_claim)
+        self.covered = not claim.claim
+        self._claim = None if self.covered else claim
         return body
 
     async def _read(self, body: bytes) -> Posting:
@@ -212,8 +234,9 @@ class Push:
 
     # -- layers ---------------------------------------------------------------------------------------------
 
-    def _require(self, index: int) -> tuple[Plan, Posting, Deadline]:
-        if self._plan is None or self._claim is None or self._peer is None or self._deadline is None:
+    def _require(self, index: int) -> tuple[Plan | None, Posting | None, Deadline]:
+        ready = self.covered or not (self._plan is None or self._claim is None or self._peer is None)
+        if not ready or self._deadline is None:
             self._raise_if_failed()
             raise ClosedError(f"the push of {self.request_id} is not open")
         layers = self._cache.layout.geometry.layers
@@ -226,7 +249,7 @@ class Push:
 
     def _submit(self, index: int, parts: Sequence[LayerPart], peer: Posting, deadline: Deadline) -> Transfer:
         assert self._claim is not None
-        tag = tags.pack(tags.LAYER, self._claim.claim, index)
+        tag = tags.pack(tags.LAYER, self._claim.claim, self._number(index))
         work = [
             Part(
                 kind=OpKind.PUT,
@@ -286,7 +309,10 @@ class Push:
 
     async def _commit(self) -> None:
         self._raise_if_failed()
-        if self._claim is None or self._deadline is None:
+        if self.covered:
+            self._finish("done", None)
+            return
+        if self._claim is None or self._deadline is None or self._plan is None:
             raise ClosedError(f"the push of {self.request_id} is not open")
         layers = self._cache.layout.geometry.layers
         if len(self._layers) < layers:
@@ -302,7 +328,7 @@ class Push:
         left = self._deadline.require("the push was committed", NOTIFYING)
         self._committing = True
         try:
-            await self._notify(tag, len(self._layers), left)
+            await self._notify(tag, len(self._plan.box.layers), left)
         except KvxferError:
             if not self._committed_there:
                 if self._ended_by is not None:

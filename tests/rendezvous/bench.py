@@ -53,7 +53,7 @@ class Bench:
         return self.checked(self.registry.claim(self.now, link, self.rid(), kind=kind, key=key, **more))
 
     def claimed(self, link: Link = "peer", kind: str = "offer", key: str = "R", **more: Any) -> Claimed:
-        answer, notice = self.claim(link, kind, key, **more)
+        notice, answer = self.claim(link, kind, key, **more)  # the owner is told first
         assert isinstance(answer, Claimed)
         assert isinstance(notice, Notify)
         assert (notice.what, notice.claim) == ("claimed", answer.claim)

@@ -20,7 +20,7 @@ def test_a_posting_is_claimed_and_its_owner_is_told() -> None:
     posted = bench.posted(body=b"body", lease_s=10)
     assert posted.expires_in_s == 10
     bench.now = 4.0
-    answer, notice = bench.claim(engine_id="e" * 32)
+    notice, answer = bench.claim(engine_id="e" * 32)
     assert answer == Claimed(
         link="peer",
         rid=2,
@@ -39,14 +39,14 @@ def test_an_early_claim_waits_and_is_served_first() -> None:
     assert bench.claim("other", wait_s=5) == []
     assert bench.claim("peer", wait_s=5) == []
     bench.now = 1.0
-    posted, claimed, notice = bench.post()
+    posted, notice, claimed = bench.post()
     assert isinstance(posted, Posted)
     assert isinstance(claimed, Claimed)
     assert (claimed.link, claimed.rid) == ("other", 1)
     assert told([notice]) == [("own", "claimed", 1, "")]
     # The second one goes on waiting, for another offer with this key.
     bench.registry.withdraw(bench.now, "own", 9, posting=posted.posting)
-    _, second, _ = bench.post()
+    _, _, second = bench.post()
     assert isinstance(second, Claimed)
     assert second.link == "peer"
 
@@ -60,7 +60,7 @@ def test_who_waits_longest_is_first_however_it_asked() -> None:
     bench.claim("own", kind="region", wait_s=9)
     order = []
     for _ in range(2):
-        _, _, served, _ = bench.settle(first)
+        _, _, _, served = bench.settle(first)
         assert isinstance(served, Claimed)
         order.append(served.link)
         first = served
@@ -129,7 +129,7 @@ def test_a_ticket_counts_successes() -> None:
     assert third.claim == 3, "numbers are never used again"
     # Who waits for a place gets the one that a failure frees, and is sent away when there will be none.
     assert bench.claim("other", wait_s=5, **ticket) == []
-    _, _, fourth, _ = bench.settle(third, "cancelled")
+    _, _, _, fourth = bench.settle(third, "cancelled")
     assert isinstance(fourth, Claimed)
     assert fourth.link == "other"
     assert bench.claim(wait_s=5, **ticket) == []

@@ -17,7 +17,10 @@ from tests.wire.test_session import ACCEPTOR, DIALLER, SECRET, Pair, acceptor, d
 
 # By version: messages by name, and fields of older messages. What a version that was released has never changes.
 ADDED = {
-    2: {"GiveUp", "Confirm", "Report", "Hello.namespace", "Welcome.namespace", "Refuse.fields", "Land.wait_s"},
+    2: {
+        *("GiveUp", "Confirm", "Report", "Hello.namespace", "Welcome.namespace", "Refuse.fields", "Land.wait_s"),
+        *("Post.boxes", "Post.private", "Claim.boxes", "PostingEvent.boxes"),
+    },
 }
 NEWEST = VERSIONS[1]
 LATER = [message for message in MESSAGES.values() if message.since > 1]

@@ -265,15 +265,10 @@ async def test_a_receiver_that_leaves_ends_the_push(transport: str) -> None:
         await gauges_are_clean(b)
 
 
-async def test_a_source_that_lacks_tokens_is_refused_before_a_byte_moves() -> None:
+async def test_a_pull_from_a_source_that_lacks_tokens_is_refused_before_a_byte_moves() -> None:
     async with two_nodes(["shm"]) as (a, b):
         source, source_table, sink, _ = await prepared(a, b)
         longer = scattered(2, POOL, TOKENS + 20, 16)
-        async with b.offer("r1", sink, longer) as landing:
-            with pytest.raises(GeometryMismatch, match="tokens"):
-                await a.push("r1", to=b.addresses, cache=source, table=source_table).__aenter__()
-            with pytest.raises(GeometryMismatch):
-                await landing.wait()
         async with a.publish("r2", source, source_table, lease_s=0.3) as ticket:
             with pytest.raises(GeometryMismatch, match="tokens"):
                 await b.pull(ticket.to_dict(), sink, longer)

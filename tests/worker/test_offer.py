@@ -244,7 +244,7 @@ async def test_why_the_pusher_ended_is_told_although_its_connection_ended_first(
 ) -> None:
     async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
         peer = await liar(a, b)
-        await until(lambda: landing._claim)
+        await until(lambda: landing._incoming.writers)
         vanished(landing)
         vanished(landing)
         a.control.settle_in_background(peer.claim, outcome, error)
@@ -256,7 +256,7 @@ async def test_why_the_pusher_ended_is_told_although_its_connection_ended_first(
 async def test_a_pusher_that_vanished_without_a_word_is_lost_within_two_seconds() -> None:
     async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
         await liar(a, b)
-        await until(lambda: landing._claim)
+        await until(lambda: landing._incoming.writers)
         vanished(landing)
         with pytest.raises(PeerLost, match="vanished"):
             await asyncio.wait_for(landing.wait(), 2 * slack())
@@ -265,7 +265,7 @@ async def test_a_pusher_that_vanished_without_a_word_is_lost_within_two_seconds(
 async def test_a_pusher_that_comes_back_over_another_connection_goes_on() -> None:
     async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
         peer = await liar(a, b)
-        await until(lambda: landing._claim)
+        await until(lambda: landing._incoming.writers)
         vanished(landing)
         for layer in range(3):
             await peer.say(tags.LAYER, 1, layer)

@@ -28,7 +28,7 @@ from kvxfer.wire.messages import Claim, PostingEvent
 from kvxfer.worker.client import Client
 from kvxfer.worker.control import ClaimHandle
 from kvxfer.worker.exchange import Posting
-from kvxfer.worker.pull import as_ticket
+from kvxfer.worker.tickets import as_ticket
 from tests.conftest import slack
 from tests.nodes import until
 

@@ -120,14 +120,17 @@ async def test_closing_the_client_ends_an_open_push() -> None:
                 await asyncio.wait_for(landing.wait(), 2)
 
 
-async def test_a_second_push_to_an_offer_is_refused_and_disturbs_nothing() -> None:
+async def test_a_second_push_of_the_same_moves_nothing_and_disturbs_nothing() -> None:
     async with two_nodes(["shm"]) as (a, b):
         source, sink = await both_caches(a, b)
         async with b.offer("r", sink, TABLE) as landing:
             async with a.push("r", to=b.addresses, cache=source, table=TABLE) as push:
                 await push.layer(0)
-                with pytest.raises(KvxferError):
-                    await a.push("r", to=b.addresses, cache=source, table=TABLE, wait_s=0.05).__aenter__()
+                async with a.push("r", to=b.addresses, cache=source, table=TABLE, wait_s=0.05) as second:
+                    await (await second.layer(2))
+                assert second.covered
+                assert second.bytes_done == 0
+                assert not push.covered
                 for layer in (1, 2):
                     await push.layer(layer)
             await landing.wait()

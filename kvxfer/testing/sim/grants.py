@@ -68,10 +68,10 @@ class Grants:
                     wrong(claim.posting.key)
             return actions
 
-        def matched(book: Any, now: float, posting: Any, party: Any, rid: int, engine_id: str) -> Any:
+        def matched(book: Any, now: float, posting: Any, party: Any, rid: int, *rest: Any) -> Any:
             if (party.link, rid) in over:
                 wrong(posting.key)
-            return match(book, now, posting, party, rid, engine_id)
+            return match(book, now, posting, party, rid, *rest)
 
         return ((Registry, "give_up", given_up), (Book, "_match", matched))
 

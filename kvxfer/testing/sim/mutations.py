@@ -100,7 +100,7 @@ def _visible_early() -> list[Change]:
         on_data(landing, event)
         if landing._seen and not landing._closed:
             landing._seen.update(range(landing._cache.layout.geometry.layers))
-            landing._commit(len(landing._seen))
+            landing._commit()
             landing._wake()
 
     return [(Landing, "_on_data", early)]

@@ -1,0 +1,151 @@
+"""What has become of an offer: who writes which part of it, what has arrived, and when all of it is committed. Pure.
+
+The idea: the daemon says which box each claim writes (the boxes of an offer's claims do not overlap), the data path
+says which layers of a claim have arrived and that it is committed. A notice of a claim that the daemon has not
+announced yet is kept until it does; one that does not fit its claim's box is never believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvxfer.coverage import Box, Coverage, clip
+from kvxfer.errors import KvxferError, ProtocolError, TooLarge, TransferCancelled
+from kvxfer.wire import tags
+
+EARLY_NOTICES_MAX = 8192
+
+
+@dataclass(slots=True)
+class Writer:
+    """One claim: what it writes, which layers (by number) arrived, and whether it is committed."""
+
+    boxes: tuple[Box, ...]
+    layers: frozenset[int]
+    arrived: set[int] = field(default_factory=set)
+    committed: bool = False
+    orphaned: bool = False  # its daemon is out of reach
+
+
+class Incoming:
+    """The state of one offer of ``want``; ``sources`` is how many pushes are expected, if that is known."""
+
+    def __init__(self, want: Box, sources: int | None = None) -> None:
+        self.want = want
+        self.writers: dict[int, Writer] = {}
+        self.notices = 0
+        self.committed = 0  # claims
+        self._sources = sources
+        self._here = Coverage(want)
+        self._committed = Coverage(want)
+        self._early: dict[int, list[tuple[int, int]]] = {}  # by claim: kind of notice, and its layer or count
+        self._early_count = 0
+        self._visible: set[int] = set()
+        self._new: list[int] = []
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Committed claims cover everything. Of nothing at all: one claim is committed."""
+        return self._committed.complete and self.committed > 0
+
+    @property
+    def writing(self) -> list[Writer]:
+        """Those that are not committed."""
+        return [writer for writer in self.writers.values() if not writer.committed]
+
+    @property
+    def over(self) -> bool:
+        """As many as were expected are committed, and something is missing all the same."""
+        return self._sources is not None and self.committed >= self._sources and not self.complete
+
+    def take_visible(self) -> list[int]:
+        """Layers (by number) that have become whole since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def missing(self) -> str:
+        """What no committed claim covers, in words."""
+        return self._committed.describe_missing()
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def claimed(self, number: int, boxes: Iterable[Box]) -> KvxferError | None:
+        """The daemon announced a claim; without boxes it writes everything. What it has said before now counts.
+
+        Returns the error that ends the offer, as `notice` does.
+        """
+        if number in self.writers:
+            return None
+        part = clip(boxes, [self.want]) or (self.want,)
+        self.writers[number] = Writer(part, frozenset(layer for box in part for layer in box.layers))
+        early = self._early.pop(number, [])
+        self._early_count -= len(early)
+        for kind, value in early:
+            found = self.notice(number, kind, value)
+            if isinstance(found, KvxferError):
+                return found
+        return None
+
+    def notice(self, number: int, kind: int, value: int) -> KvxferError | str:
+        """A claim says on the data path that a layer (``value``) arrived, that it is committed with so many layers, or
+        that it ends. Returns the error that ends the offer, why the notice does not count, or "".
+        """
+        writer = self.writers.get(number)
+        if writer is None:
+            return self._keep(number, kind, value)
+        if writer.committed:
+            return "repeated"
+        if kind == tags.ABORT:
+            return TransferCancelled("the peer ended the push", by="peer")
+        try:
+            return self._layer(writer, value) if kind == tags.LAYER else self._commit(writer, value)
+        except TooLarge as error:
+            return error
+
+    def _layer(self, writer: Writer, layer: int) -> str:
+        if layer not in writer.layers:
+            return "no_such_layer"
+        if layer in writer.arrived:
+            return "repeated"
+        writer.arrived.add(layer)
+        self.notices += 1
+        for box in writer.boxes:
+            self._here.add(box, layer)
+        if self._here.layer_complete(layer):
+            self._show([layer])
+        return ""
+
+    def _commit(self, writer: Writer, layers: int) -> KvxferError | str:
+        if self.want.elements and not layers == len(writer.arrived) == len(writer.layers):
+            arrived = len(writer.arrived)
+            return ProtocolError("the push committed without all its layers", said=layers, arrived=arrived)
+        writer.committed = True
+        self.committed += 1
+        self.notices += 1
+        for box in writer.boxes:
+            self._committed.add(box)
+        if self.complete:
+            self._show(self.want.layers)
+        return ""
+
+    def take_early(self) -> list[int]:
+        """The kinds of the notices that no announced claim ever made; they are forgotten."""
+        kinds = [kind for kept in self._early.values() for kind, _ in kept]
+        self._early.clear()
+        self._early_count = 0
+        return kinds
+
+    def _show(self, layers: Iterable[int]) -> None:
+        new = [layer for layer in layers if layer not in self._visible]
+        self._visible.update(new)
+        self._new += new
+
+    def _keep(self, number: int, kind: int, value: int) -> str:
+        if self._early_count >= EARLY_NOTICES_MAX:
+            return "too_early"
+        self._early.setdefault(number, []).append((kind, value))
+        self._early_count += 1
+        return ""
