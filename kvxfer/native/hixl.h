@@ -40,6 +40,7 @@
 #define HIXL_KEY_FAILURES_MAX 8
 #define HIXL_TX_MAX           (1u << 20) /* answers queued on a side link: from then on it is not read */
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
+#define HIXL_HOLDER_MIN       32         /* side links that one grant may have in any case */
 #define HIXL_ACCEPT_MS        100
 #define HIXL_ENGINE_TEXT      64
 #define HIXL_LOCATION_UNITS   KVX_STREAM_UNITS_MAX
@@ -322,9 +323,9 @@ struct hixl_transport {
     hixl_peer *peers;
     hixl_peer *todo;
     hixl_conn *graveyard;
-    uint32_t accepted;
-    kvx_newcomers line; /* those that have not proved a key yet; the side thread only */
-    uint64_t locations; /* that peers told us */
+    uint32_t accepted, accepted_max; /* that have proved a key, and how many may be */
+    kvx_newcomers line;              /* those that have not proved a key yet; the side thread only */
+    uint64_t locations;              /* that peers told us */
     bool accept_paused, closing, stuck;
     uint64_t accept_retry_ms, deadline_ms;
 };
@@ -356,6 +357,7 @@ bool kvx_hixl_location_decode(hixl_location *location, const uint8_t *units, uin
 /* hixl_owner.c: what peers ask of us. On the side thread, without the lock; false = they broke the protocol. */
 bool kvx_hixl_owner_frame(hixl_conn *conn);
 void kvx_hixl_owner_held(hixl_conn *conn);
+bool kvx_hixl_owner_make_room(hixl_transport *hixl); /* without the lock: whether an unused side link went */
 void kvx_hixl_owner_hang_up(hixl_conn *conn);
 /* `proof`: the other end of the socket was closed, which a kernel does for a process that has ended. */
 void kvx_hixl_owner_end(hixl_conn *conn, bool proof);

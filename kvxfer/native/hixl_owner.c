@@ -92,7 +92,24 @@ static void proved(hixl_conn *conn) {
         conn->proved = true;
         conn->deadline_ms = 0;
         kvx_newcomers_remove(&conn->hixl->line, &conn->newcomer);
+        conn->counted = true;
+        conn->hixl->accepted++;
+        KVX_COUNT(conn->hixl->counters, peers_accepted, 1);
     }
+}
+
+/* Of all side links, those of one grant have a half: who holds one descriptor does not keep out who holds another. */
+static bool has_place(hixl_conn *conn, uint64_t grant) {
+    const hixl_transport *hixl = conn->hixl;
+    const uint32_t most = hixl->accepted_max / 2 > HIXL_HOLDER_MIN ? hixl->accepted_max / 2 : HIXL_HOLDER_MIN;
+    uint32_t uses = 0;
+    if (conn->attached.count != 0) {
+        return true;
+    }
+    for (const hixl_attach *at = kvx_table_get(&hixl->grants, grant); at != NULL && uses < most; at = at->next) {
+        uses++;
+    }
+    return uses < most;
 }
 
 /* -- ATTACH ------------------------------------------------------------------------------------------------------- */
@@ -169,7 +186,7 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     const kvx_frame *frame = &conn->rx.frame;
     int status = kvx_access_allow(access, (uint32_t)frame->tag);
     status = status == KVX_OK ? kvx_access_claim(access, frame->value) : status;
-    if (status == KVX_OK && conn->attached.count >= hixl->config->grants_max) {
+    if (status == KVX_OK && (conn->attached.count >= hixl->config->grants_max || !has_place(conn, frame->grant))) {
         status = KVX_E_REFUSED;
     }
     status = status == KVX_OK ? locate(hixl, access, location) : status;
@@ -384,6 +401,20 @@ void kvx_hixl_owner_hang_up(hixl_conn *conn) {
     if (!may_move) {
         kvx_hixl_owner_end(conn, true);
     }
+}
+
+/* The side link that has had no grant for longest; one that was told keys of memory says so itself when it goes. */
+bool kvx_hixl_owner_make_room(hixl_transport *hixl) {
+    hixl_conn *unused = NULL;
+    for (hixl_conn *conn = hixl->conns; conn != NULL; conn = conn->next) {
+        if (conn->counted && conn->state == HIXL_OPEN && conn->attached.count == 0) {
+            unused = conn; /* the first ones come last */
+        }
+    }
+    if (unused != NULL) {
+        kvx_hixl_owner_hang_up(unused);
+    }
+    return unused != NULL;
 }
 
 void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {

@@ -367,15 +367,12 @@ void kvx_hixl_accept(hixl_transport *hixl) {
 
 static void greeted_by_dialler(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
-    if (hixl->accepted >= hixl->config->accepted_max) {
+    if (hixl->accepted >= hixl->accepted_max && !kvx_hixl_owner_make_room(hixl)) {
         send_hello(conn, KVX_E_REFUSED);
         kvx_hixl_owner_end(conn, true);
         return;
     }
     conn->state = HIXL_OPEN;
-    conn->counted = true;
-    hixl->accepted++;
-    KVX_COUNT(hixl->counters, peers_accepted, 1);
     send_hello(conn, KVX_OK);
 }
 

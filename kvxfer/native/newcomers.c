@@ -10,16 +10,17 @@
 
 #define SOURCES 256 /* two addresses may share a place; which two depends on the salt */
 
-uint64_t kvx_descriptors_max(void) {
-    struct rlimit limit;
-    return getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur : 1u << 20;
+uint32_t kvx_connections_max(uint64_t wanted, uint32_t share) {
+    struct rlimit limit = {.rlim_cur = RLIM_INFINITY};
+    (void)getrlimit(RLIMIT_NOFILE, &limit);
+    uint64_t most = limit.rlim_cur == RLIM_INFINITY ? UINT32_MAX : limit.rlim_cur / share;
+    most = wanted < most ? wanted : most;
+    return most > UINT32_MAX ? UINT32_MAX : (uint32_t)most;
 }
 
 void kvx_newcomers_init(kvx_newcomers *line) {
-    const uint64_t share = kvx_descriptors_max() / 8;
-    *line = (kvx_newcomers){.max = share > KVX_NEWCOMERS_MAX   ? KVX_NEWCOMERS_MAX
-                                   : share < KVX_NEWCOMERS_MIN ? KVX_NEWCOMERS_MIN
-                                                               : (uint32_t)share};
+    const uint32_t most = kvx_connections_max(KVX_NEWCOMERS_MAX, 8);
+    *line = (kvx_newcomers){.max = most < KVX_NEWCOMERS_MIN ? KVX_NEWCOMERS_MIN : most};
     kvx_random(&line->salt, sizeof line->salt);
 }
 

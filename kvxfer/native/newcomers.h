@@ -35,7 +35,7 @@ void kvx_newcomers_remove(kvx_newcomers *line, kvx_newcomer *one);
 kvx_newcomer *kvx_newcomers_surplus(const kvx_newcomers *line);
 /* Who goes when descriptors ran out; NULL: the line is empty. */
 kvx_newcomer *kvx_newcomers_oldest(const kvx_newcomers *line);
-/* How many descriptors this process may have. */
-uint64_t kvx_descriptors_max(void);
+/* How many connections of `wanted` there may be, when all together take at most one descriptor of `share`. */
+uint32_t kvx_connections_max(uint64_t wanted, uint32_t share);
 
 #endif

@@ -236,7 +236,7 @@ struct shm_transport {
     shm_peer *peers;
     shm_peer *todo;
     shm_link *graveyard;
-    uint32_t accepted;
+    uint32_t accepted, accepted_max;
     kvx_newcomers line; /* those that have not said HELLO yet */
     bool accept_paused;
     bool closing;

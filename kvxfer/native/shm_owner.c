@@ -281,7 +281,7 @@ static bool on_hello(shm_link *link, const shm_message *message) {
     if (message->status != KVX_OK) {
         return false;
     }
-    if (shm->accepted >= shm->config->accepted_max) {
+    if (shm->accepted >= shm->accepted_max) {
         kvx_shm_hello(link, KVX_E_REFUSED);
         kvx_shm_owner_end(link);
         return true;

@@ -1,5 +1,5 @@
 /* tcp.h: private to the tcp transport (transport_tcp.c tcp_socket.c tcp_conn.c tcp_send.c tcp_serve.c tcp_peer.c
- * tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c tcp_seal.c).
+ * tcp_admit.c tcp_xfer.c tcp_stage.c tcp_splice.c tcp_owner.c tcp_seal.c).
  *
  * A connection (tcp_conn) is driven by one progress thread for its whole life: that thread receives, tears down and
  * frees. Receiving on a dialler is guarded by conn->rx_lock: answers to small requests are received by the engine's
@@ -20,6 +20,7 @@
 
 #include "newcomers.h"
 #include "stream.h"
+#include "table.h"
 #include "transport.h"
 
 #define TCP_REQUESTS_MAX     64 /* frames in flight per connection */
@@ -34,6 +35,7 @@
 #define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
 #define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
 #define TCP_RETRY_ACCEPT_MS 100          /* after running out of descriptors */
+#define TCP_UNUSED_MS       10000        /* a connection without a live grant is kept for so long */
 #define TCP_DEAD_MS         10000        /* no sign of life from the other host while something is under way */
 #define TCP_BACKLOG         512
 #define TCP_OWNED_MAX       8            /* connections that the owner thread receives from */
@@ -100,6 +102,9 @@ struct tcp_transport {
     _Atomic uint32_t accepted; /* connections, proved or not */
     pthread_mutex_t line_lock; /* before a thread's lock */
     kvx_newcomers line;        /* connections that have not proved a key yet */
+    kvx_newcomers unused;      /* those that were proved by grants that are all gone */
+    kvx_table holders;         /* grant id -> how many connections count for it */
+    uint32_t proved, proved_max, engines;
     pthread_mutex_t lock;
     tcp_peer *peers;                /* all, for close */
     int owner_set;                  /* epoll set of the owner thread, the core's */
@@ -247,9 +252,13 @@ struct tcp_conn {
     tcp_request *requests;
 
     /* acceptor; the thread only */
-    bool proved, counted, bye, rx_holds, rx_staged, rx_proved, linger_after;
-    kvx_newcomer newcomer;      /* tcp->line_lock */
-    _Atomic bool made_to_leave; /* it has to make room, unless it has proved a key by now */
+    bool proved; /* changed with line_lock */
+    bool counted, bye, rx_holds, rx_staged, rx_proved, linger_after;
+    kvx_newcomer newcomer;      /* tcp->line_lock; likewise: */
+    bool counts;                /* it has a place among the proved ones */
+    uint64_t holder;            /* the grant that it counts for, or 0 */
+    _Atomic bool made_to_leave; /* its place is needed, unless it proves a key first */
+    uint64_t unused_until_ms;   /* then it ends; 0: it has a grant */
     uint32_t key_failures;
     kvx_access rx_access;
     kvx_frame notify; /* a notification that found no room */
@@ -396,9 +405,16 @@ void kvx_tcp_serve_sent(tcp_conn *conn); /* tx finished */
 void kvx_tcp_serve_wake(tcp_conn *conn);
 void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant);
 void kvx_tcp_serve_end(tcp_conn *conn);
-void kvx_tcp_serve_proved(tcp_conn *conn);
-void kvx_tcp_serve_admit(tcp_conn *conn, const struct sockaddr_storage *from); /* a newcomer; maybe another one goes */
-bool kvx_tcp_serve_make_room(tcp_transport *tcp);                              /* descriptors ran out: one goes */
+
+/* tcp_admit.c: how many connections, and whose; those of one connection are called on its thread */
+void kvx_tcp_admit_init(tcp_transport *tcp);
+void kvx_tcp_admit_free(tcp_transport *tcp);
+bool kvx_tcp_admit_room(tcp_transport *tcp); /* descriptors ran out: whether one goes for it */
+void kvx_tcp_admit(tcp_conn *conn, const struct sockaddr_storage *from); /* a newcomer, before its thread knows it */
+bool kvx_tcp_admit_greeted(tcp_conn *conn);                              /* false: this engine is full */
+int kvx_tcp_admit_proved(tcp_conn *conn, uint64_t grant);
+void kvx_tcp_admit_unused(tcp_conn *conn, uint64_t revoked); /* after a grant went, 0: one was given back */
+void kvx_tcp_admit_end(tcp_conn *conn);
 
 /* tcp_peer.c: peers and imports */
 int kvx_tcp_import(void *transport, kvx_import *import);

@@ -234,13 +234,24 @@ static void watch(tcp_conn *conn, uint64_t now_ms) {
     }
 }
 
+static void served(tcp_conn *conn, uint64_t now_ms) {
+    if (conn->unused_until_ms != 0 && now_ms >= conn->unused_until_ms) {
+        kvx_tcp_conn_end(conn, KVX_OK, 0, false);
+        return;
+    }
+    watch(conn, now_ms);
+    if (conn->state == TCP_OPEN && conn->unused_until_ms != 0) {
+        kvx_tcp_conn_deadline(conn, conn->unused_until_ms);
+    }
+}
+
 void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     if (conn->deadline_ms == 0 || now_ms < conn->deadline_ms) {
         return;
     }
     conn->deadline_ms = 0;
     if (conn->role == KVX_STREAM_ACCEPTOR && conn->state == TCP_OPEN && conn->proved) {
-        watch(conn, now_ms);
+        served(conn, now_ms);
     } else if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
     } else if (conn->state == TCP_CONNECTING || conn->state == TCP_GREETING) {
@@ -354,7 +365,7 @@ static void greeted(tcp_conn *conn) {
         return;
     }
     conn->stream = theirs->stream;
-    if (atomic_load(&conn->tcp->accepted) > (uint64_t)conn->tcp->config->accepted_max * theirs->streams) {
+    if (!kvx_tcp_admit_greeted(conn)) {
         answer_hello(conn, KVX_E_REFUSED);
         return;
     }

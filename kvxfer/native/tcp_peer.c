@@ -260,11 +260,17 @@ static int import_close(tcp_peer *peer, kvx_import *import) {
     if (state == NULL) {
         return KVX_OK;
     }
-    tcp_control *control = state->attached ? control_new(KVX_FRAME_DETACH, import) : NULL;
+    tcp_control *controls[KVX_STREAM_STREAMS_MAX] = {NULL};
+    const uint32_t streams = state->attached ? peer->streams : 0;
+    for (uint32_t i = 0; i < streams; i++) {
+        controls[i] = control_new(KVX_FRAME_DETACH, import); /* without memory it is told by the connection's end */
+    }
     pthread_mutex_lock(&peer->lock);
-    if (control != NULL && peer->status == KVX_OK) {
-        control_push(peer->conns[0], control);
-        control = NULL;
+    for (uint32_t i = 0; i < streams && peer->status == KVX_OK; i++) {
+        if (controls[i] != NULL) {
+            control_push(peer->conns[i], controls[i]);
+            controls[i] = NULL;
+        }
     }
     if (state->previous != NULL) {
         state->previous->next = state->next;
@@ -275,7 +281,9 @@ static int import_close(tcp_peer *peer, kvx_import *import) {
         state->next->previous = state->previous;
     }
     pthread_mutex_unlock(&peer->lock);
-    free(control);
+    for (uint32_t i = 0; i < streams; i++) {
+        free(controls[i]);
+    }
     import->transport_data = NULL;
     free(state);
     return KVX_OK;

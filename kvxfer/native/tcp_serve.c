@@ -7,7 +7,6 @@
  * all of it on the connection's own thread. */
 #include "tcp.h"
 
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,11 +29,8 @@ static void attached_drop(tcp_conn *conn, tcp_attached *at) {
     *at = conn->attached[--conn->attached_count];
 }
 
-/* Streams beside the first carry frames only: a peer counts once. `more`: an import, not just a use. */
+/* `more`: an import, not just a use. Each stream knows what it is there for; a peer counts once, by its first. */
 static int attach(tcp_conn *conn, uint64_t grant, bool more) {
-    if (conn->stream != 0) {
-        return KVX_OK;
-    }
     tcp_attached *at = attached_find(conn, grant);
     if (at != NULL) {
         at->count += more && at->count < UINT32_MAX;
@@ -50,7 +46,9 @@ static int attach(tcp_conn *conn, uint64_t grant, bool more) {
         conn->attached_room = room;
     }
     conn->attached[conn->attached_count++] = (tcp_attached){.grant = grant, .count = more};
-    kvx_grant_attach(core_of(conn), grant);
+    if (conn->stream == 0) {
+        kvx_grant_attach(core_of(conn), grant);
+    }
     return KVX_OK;
 }
 
@@ -60,53 +58,11 @@ static void detach(tcp_conn *conn, uint64_t grant) {
         at->count--; /* another import of the same grant is left */
     } else if (at != NULL) {
         attached_drop(conn, at);
-        kvx_grant_detach(core_of(conn), grant, false);
+        if (conn->stream == 0) {
+            kvx_grant_detach(core_of(conn), grant, false);
+        }
+        kvx_tcp_admit_unused(conn, 0);
     }
-}
-
-/* -- newcomers -------------------------------------------------------------------------------------------------- */
-
-/* With line_lock held, so that it is not freed meanwhile: its thread takes it out of the line before it goes. */
-static bool send_away(tcp_transport *tcp, kvx_newcomer *one) {
-    if (one == NULL) {
-        return false;
-    }
-    tcp_conn *conn = (tcp_conn *)((uint8_t *)one - offsetof(tcp_conn, newcomer));
-    kvx_newcomers_remove(&tcp->line, one);
-    atomic_store(&conn->made_to_leave, true);
-    kvx_tcp_kick(conn);
-    KVX_COUNT(tcp->counters, refused, 1);
-    return true;
-}
-
-void kvx_tcp_serve_admit(tcp_conn *conn, const struct sockaddr_storage *from) {
-    tcp_transport *tcp = conn->tcp;
-    pthread_mutex_lock(&tcp->line_lock);
-    send_away(tcp, kvx_newcomers_surplus(&tcp->line));
-    kvx_newcomers_add(&tcp->line, &conn->newcomer, from);
-    pthread_mutex_unlock(&tcp->line_lock);
-}
-
-bool kvx_tcp_serve_make_room(tcp_transport *tcp) {
-    pthread_mutex_lock(&tcp->line_lock);
-    bool one = send_away(tcp, kvx_newcomers_oldest(&tcp->line));
-    pthread_mutex_unlock(&tcp->line_lock);
-    return one;
-}
-
-static void line_leave(tcp_conn *conn) {
-    pthread_mutex_lock(&conn->tcp->line_lock);
-    kvx_newcomers_remove(&conn->tcp->line, &conn->newcomer);
-    pthread_mutex_unlock(&conn->tcp->line_lock);
-}
-
-void kvx_tcp_serve_proved(tcp_conn *conn) {
-    if (conn->proved) {
-        return;
-    }
-    conn->proved = true;
-    conn->deadline_ms = 0;
-    line_leave(conn);
 }
 
 /* -- answers ---------------------------------------------------------------------------------------------------- */
@@ -236,8 +192,8 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
     }
     memcpy(conn->rx_key, access_p->grant->key, KVX_KEY_BYTES);
     *key_p = conn->rx_key;
-    kvx_tcp_serve_proved(conn);
-    status = kvx_access_allow(access_p, rights);
+    status = kvx_tcp_admit_proved(conn, rx->frame.grant);
+    status = status == KVX_OK ? kvx_access_allow(access_p, rights) : status;
     for (uint32_t i = 0; status == KVX_OK && i < rx->frame.segments; i++) {
         uint64_t offset, length;
         kvx_rx_segment(rx, i, &offset, &length);
@@ -466,6 +422,7 @@ void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant) {
     if (at != NULL) {
         attached_drop(conn, at); /* the core forgets the grant with its attachments */
     }
+    kvx_tcp_admit_unused(conn, grant->id);
 }
 
 /* There may be room again: for notifications or for answers. */
@@ -498,13 +455,13 @@ void kvx_tcp_serve_end(tcp_conn *conn) {
         free(answer);
     }
     conn->answer_last = NULL;
-    for (uint32_t i = 0; i < conn->attached_count; i++) {
+    for (uint32_t i = 0; i < conn->attached_count && conn->stream == 0; i++) {
         kvx_grant_detach(tcp->core, conn->attached[i].grant, !conn->bye);
     }
     conn->attached_count = 0;
     if (conn->counted) {
         __atomic_fetch_sub(&tcp->counters->peers_accepted, 1, __ATOMIC_RELAXED);
     }
-    line_leave(conn);
+    kvx_tcp_admit_end(conn);
     atomic_fetch_sub(&tcp->accepted, 1);
 }

@@ -204,6 +204,7 @@ static int hixl_open(kvx_core *core, uint32_t slot, const kvx_engine_config *con
     hixl->api = api;
     hixl->listen_fd = hixl->epoll_fd = -1;
     kvx_newcomers_init(&hixl->line);
+    hixl->accepted_max = kvx_connections_max(config->accepted_max, 4);
     pthread_mutex_init(&hixl->lock, NULL);
     int status = host_take(hixl, why, why_size);
     status = status == KVX_OK ? kvx_hixl_devices_open(hixl, why, why_size) : status;

@@ -343,6 +343,7 @@ static int shm_open_slot(kvx_core *core, uint32_t slot, const kvx_engine_config 
     shm->page = (uint64_t)sysconf(_SC_PAGESIZE);
     kvx_random(shm->probe, sizeof(shm->probe));
     kvx_newcomers_init(&shm->line);
+    shm->accepted_max = kvx_connections_max(config->accepted_max, 8); /* two descriptors each */
     pthread_mutex_init(&shm->lock, NULL);
     int status = shm_open_all(shm, why, why_size);
     if (status != KVX_OK) {

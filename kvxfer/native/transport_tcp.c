@@ -156,7 +156,7 @@ static void revoke_here(tcp_thread *thread, kvx_grant *grant) {
 
 static void kicked(tcp_conn *conn) {
     if (conn->role == KVX_STREAM_ACCEPTOR) {
-        if (atomic_load(&conn->made_to_leave) && !conn->proved) {
+        if (atomic_load(&conn->made_to_leave)) {
             kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
         }
         return;
@@ -197,7 +197,7 @@ static void listen_arm(tcp_transport *tcp, bool on) {
 
 /* Out of descriptors or memory: later, instead of spinning; sooner when somebody leaves for it. */
 static void accept_later(tcp_transport *tcp) {
-    bool room = kvx_tcp_serve_make_room(tcp);
+    bool room = kvx_tcp_admit_room(tcp);
     listen_arm(tcp, false);
     tcp->accept_retry_ms = kvx_now_ms() + (room ? TCP_RETRY_ACCEPT_MS / 10 : TCP_RETRY_ACCEPT_MS);
 }
@@ -224,7 +224,7 @@ static void accept_turn(tcp_transport *tcp) {
         conn->fd = fd;
         conn->thread = &tcp->thread[atomic_fetch_add(&tcp->next_thread, 1) % tcp->threads];
         atomic_fetch_add(&tcp->accepted, 1);
-        kvx_tcp_serve_admit(conn, &from); /* first: once its thread knows it, it may end at any time */
+        kvx_tcp_admit(conn, &from); /* first: once its thread knows it, it may end at any time */
         kvx_tcp_inbox(conn);
     }
 }
@@ -373,7 +373,7 @@ static void threads_free(tcp_transport *tcp) {
         close(tcp->listen_fd);
     }
     pthread_mutex_destroy(&tcp->lock);
-    pthread_mutex_destroy(&tcp->line_lock);
+    kvx_tcp_admit_free(tcp);
     pthread_mutex_destroy(&tcp->revoke_lock);
     free(tcp);
 }
@@ -428,8 +428,7 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
     tcp->listen_fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
     pthread_mutex_init(&tcp->lock, NULL);
-    pthread_mutex_init(&tcp->line_lock, NULL);
-    kvx_newcomers_init(&tcp->line);
+    kvx_tcp_admit_init(tcp);
     pthread_mutex_init(&tcp->revoke_lock, NULL);
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp->thread[i] = (tcp_thread){.tcp = tcp, .index = i, .epoll_fd = -1, .kick_fd = -1, .wake_fd = -1};

@@ -46,7 +46,7 @@ class Target:
 
 
 STREAM = ("stream.c", "auth.c", "copy.c")
-TCP = (*STREAM, "transport_tcp.c", "tcp_*.c", "seal.c", "libcrypto.c", "forks.c", "newcomers.c")
+TCP = (*STREAM, "table.c", "transport_tcp.c", "tcp_*.c", "seal.c", "libcrypto.c", "forks.c", "newcomers.c")
 HIXL = (*STREAM, "forks.c", "newcomers.c", "table.c", "tcp_socket.c", "transport_hixl.c", "hixl_*.c")
 TARGETS = {
     target.name: target
