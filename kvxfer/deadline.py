@@ -14,6 +14,7 @@ TIMEOUT_S_MAX = 7 * 24 * 3600.0
 CONNECTING = "connecting"  # the daemon, the other node or the other side's memory is being reached
 ANSWER = "waiting for an answer"  # the request was sent: to the daemon, and through it perhaps to another node
 OTHER_SIDE = "waiting for the other side"  # which has sent, or claimed, nothing yet
+MEMORY = "working on memory"  # in the kernel or a driver, in a thread that nobody can stop
 ROOM = "waiting for room"  # in a window, a queue or the engine
 TRANSFERRING = "transferring"
 NOTIFYING = "notifying"  # the bytes are there, the other side is being told

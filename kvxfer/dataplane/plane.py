@@ -26,6 +26,7 @@ from kvxfer.dataplane.reach import Reach
 from kvxfer.dataplane.stall import StallWatch
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.dataplane.ways import Import, stale
+from kvxfer.deadline import CONNECTING, NOTIFYING, ROOM, TRANSFERRING
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,
@@ -95,6 +96,7 @@ class DataPlane:
         allowed: Sequence[str] | None = None,
     ) -> None:
         self.engine = engine
+        self.timeout_s = config.timeout_s  # of what belongs to this plane, and names none
         self.engine_id = engine.engine_id.hex()
         self._tasks = TaskOwner("data plane")
         self._reach = Reach(engine, self._tasks, allowed, config=config)
@@ -162,6 +164,8 @@ class DataPlane:
         transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
         for number, part in enumerate(parts):
             part.number = number if len(parts) > 1 else None
+            if part.span is None and part.segments is None:
+                transfer.notice = True
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
             if ready is not None:
@@ -223,6 +227,12 @@ class DataPlane:
     def obstacle(self, transfer: Transfer) -> Obstacle | None:
         """See `transfer.Canceller`."""
         return None if transfer.tokens or transfer in self._workers else self._line.obstacle(transfer)
+
+    def stage(self, transfer: Transfer) -> str:
+        """Where a running transfer is, for the error of its deadline."""
+        if transfer.tokens:
+            return NOTIFYING if transfer.notice else TRANSFERRING
+        return CONNECTING if transfer in self._workers else ROOM
 
     def drain(self) -> None:
         """Take what is in the completion ring now."""

@@ -29,6 +29,8 @@ class Canceller(Protocol):
     def obstacle(self, transfer: Transfer) -> Obstacle | None:
         """What it waits for before the engine has anything of it; None when it waits for no window."""
 
+    def stage(self, transfer: Transfer) -> str: ...
+
     def drain(self) -> None: ...
 
     def late(self) -> None: ...
@@ -57,6 +59,7 @@ class Transfer:
         "address",
         "attempt",
         "bytes_done",
+        "notice",
         "op_id",
         "peer",
         "state",
@@ -79,6 +82,7 @@ class Transfer:
         self.address = ""  # of the peer's engine, once a part is on its way there
         self.attempt = 1  # grows when a part goes another way because the first was none
         self.bytes_done = 0
+        self.notice = False  # it moves no bytes, it only tells
         self.op_id = op_id
         self.peer = peer
         self.transport = ""
@@ -250,6 +254,8 @@ class Transfer:
         if self.address:
             error.fields.setdefault("address", self.address)
         error.fields.setdefault("attempt", self.attempt)
+        if isinstance(error, TransferTimeout):
+            error.fields.setdefault("state", self._canceller.stage(self))
         error.fields.setdefault("elapsed_s", round(time.monotonic() - self._began, 3))
         return error
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvxfer.errors import UsageError
+from kvxfer.deadline import MEMORY, Deadline
+from kvxfer.errors import TransferTimeout, UsageError
 from kvxfer.memory import numa
 from kvxfer.memory.placement import Load, check_group, least_loaded
 from kvxfer.memory.sources import BorrowedMemory
@@ -85,9 +86,9 @@ class Allocator:
         self._choosing, self._counting = threading.Lock(), threading.Lock()
         self._told_numa = False
 
-    async def alloc(self, wanted: Wish) -> RegionInfo:
+    async def alloc(self, wanted: Wish, deadline: Deadline) -> RegionInfo:
         """Memory as wished. Errors: see `Client.alloc`."""
-        info = await self._off_loop(lambda: self._alloc(wanted), "alloc")
+        info = await self._off_loop(lambda: self._alloc(wanted), "alloc", deadline)
         if info.spilled:
             log.warning(
                 "device %s has no room for %d bytes: pinned host memory took them (region %d)",
@@ -98,7 +99,7 @@ class Allocator:
             log.warning("this process may not choose the NUMA node of memory: %s was not applied", wanted.numa_node)
         return info
 
-    async def register(self, found: BorrowedMemory) -> RegionInfo:
+    async def register(self, found: BorrowedMemory, deadline: Deadline) -> RegionInfo:
         """Memory of the caller. Page tables are walked and drivers asked, for seconds perhaps: not on the loop."""
         engine = self._engine
 
@@ -107,20 +108,21 @@ class Allocator:
                 found.address, found.length, read_only=found.read_only, kind=found.kind, device=found.device
             )
 
-        return await self._off_loop(work, "register")
+        return await self._off_loop(work, "register", deadline)
 
     async def settle(self) -> None:
         """Wait for the threads that are inside: they cannot be stopped, and the engine would wait for them."""
         if self._working:
             await asyncio.wait(self._working)
 
-    async def _off_loop(self, work: Callable[[], RegionInfo], what: str) -> RegionInfo:
+    async def _off_loop(self, work: Callable[[], RegionInfo], what: str, deadline: Deadline) -> RegionInfo:
         working = self._tasks.run(asyncio.to_thread(work), what)
         self._working.add(working)
         working.add_done_callback(self._working.discard)
         try:
-            return await shared(working)
-        except asyncio.CancelledError:
+            async with deadline.bound(f"the {what} had ended", MEMORY):
+                return await shared(working)
+        except (asyncio.CancelledError, TransferTimeout):
             working.add_done_callback(self._drop_late)
             raise
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.block_parts import BlockParts, Rows, blocks_of, parts_of
-from kvxfer.deadline import seconds
+from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline, seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
@@ -237,26 +237,41 @@ class Region:
         if timer is not None:
             timer.cancel()
 
-    async def revoke(self, descriptor: RemoteDescriptor) -> None:
-        """Take one descriptor back; returns when no peer can move a byte through it any more."""
+    async def revoke(self, descriptor: RemoteDescriptor, *, timeout: float | None = None) -> None:
+        """Take one descriptor back; returns when no peer can move a byte through it any more.
+
+        A `TransferTimeout` after ``timeout`` seconds (None: `timeout_s`) says that a peer has not let go yet: it gets
+        no new access, and the memory is kept for as long as it takes.
+        """
         if descriptor.grant not in self._grants:
             raise UnknownRegion("this descriptor is not (or no longer) one of this region", grant=descriptor.grant)
-        await asyncio.shield(self.take_back(descriptor.grant))
+        deadline = self._deadline(timeout)
+        await self._within(deadline, self.take_back(descriptor.grant))
 
-    async def release(self, *, drain: bool = False) -> None:
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self._plane.timeout_s if timeout is None else timeout)
+
+    async def _within(self, deadline: Deadline, quiet: asyncio.Future[Any]) -> None:
+        async with deadline.bound(f"every peer had let go of region {self.id}", OTHER_SIDE):
+            await asyncio.shield(quiet)
+
+    async def release(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Forget the memory: refuse new access at once, return when no peer can reach it.
 
         Raises `RegionBusy` while transfers of this process use it, or with ``drain=True`` waits for them. Offers,
-        publications and shares of it end. Cancelled, the release goes on; calling it again waits for it. Memory that
-        was registered twice stays registered for the other region, whose descriptors stay valid.
+        publications and shares of it end. Cancelled, or after ``timeout`` seconds (None: `timeout_s`) with a
+        `TransferTimeout`, the release goes on; calling it again waits for it. Memory that was registered twice stays
+        registered for the other region, whose descriptors stay valid.
         """
+        deadline = self._deadline(timeout)
         if self._quiet is None or self._quiet.done():
             self.require()
-            await self._before_release(drain)
+            async with deadline.bound(f"the transfers of region {self.id} had ended", TRANSFERRING):
+                await self._before_release(drain)
             if self._quiet is None:
                 self._begin_release()
         assert self._quiet is not None
-        await asyncio.shield(self._quiet)
+        await self._within(deadline, self._quiet)
 
     async def _before_release(self, drain: bool) -> None:
         if self._copies and not drain:

@@ -40,6 +40,7 @@ from kvxfer.worker.sharing import Share, lookup_descriptor, share_region
 from kvxfer.worker.tickets import AnyTicket, as_ticket, as_tickets
 
 Node = str | Sequence[str]
+MEMORY_BYTES_PER_S = 256 << 20  # a slow driver's: memory is pinned, touched and zeroed page by page
 RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
 
 
@@ -61,6 +62,7 @@ class Client(ClientLife):
         group: Sequence[int] | None = None,
         numa_node: int | str | None = None,
         spill: str | None = None,
+        timeout: float | None = None,
     ) -> Region:
         """``length`` bytes that peers can reach.
 
@@ -71,13 +73,17 @@ class Client(ClientLife):
         that the accelerator's driver pins. ``device="auto"`` takes the least loaded of ``group`` (None: of all).
         ``numa_node`` binds host memory to a node; "auto": the device's, else that of the calling thread.
 
+        After ``timeout`` seconds (None: `timeout_s`, and a second for each 256 MiB) it is a `TransferTimeout`, and what
+        the driver allocates after all is given back.
+
         Raises `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
         `InvalidLength`, and `TransportUnavailable` when there is no such device or no library for it.
         """
         check_span(0, length, U64_MAX, "alloc")
         plane = self.plane
         assert self._allocator is not None
-        info = await self._allocator.alloc(wish(length, memory, device, group, numa_node, spill))
+        wanted = wish(length, memory, device, group, numa_node, spill)
+        info = await self._allocator.alloc(wanted, self._memory_deadline(timeout, length))
         if info.on_device:
             return Region(plane, info, None, None)
         view = plane.engine.buffer(info)
@@ -91,6 +97,7 @@ class Client(ClientLife):
         length: int | None = None,
         memory: str = "dram",
         device: int | None = None,
+        timeout: float | None = None,
     ) -> Region:
         """Make memory that the caller owns reachable: a numpy array, a tensor on the CPU or on an accelerator, DLPack,
         or anything with a buffer; or ``length`` bytes from ``address`` on, which the caller keeps alive.
@@ -98,7 +105,7 @@ class Client(ClientLife):
         ``memory="hbm"`` with a ``device`` says that an address is on that accelerator: it must be a whole allocation,
         aligned to 2 MiB, else `AlignmentError`. Host memory with a ``device`` must come from that driver's allocator.
         The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
-        overlap is an `OverlapError` that names the region in the way.
+        overlap is an `OverlapError` that names the region in the way. ``timeout`` is as in `alloc`.
         """
         plane = self.plane
         if source is None:
@@ -110,8 +117,11 @@ class Client(ClientLife):
             if memory != "dram" and memory != found.kind.word:
                 raise UsageError("this object is in other memory", memory=memory, found=found.kind.word)
         assert self._allocator is not None
-        info = await self._allocator.register(found)
+        info = await self._allocator.register(found, self._memory_deadline(timeout, found.length))
         return Region(plane, info, found.array, found.owner)
+
+    def _memory_deadline(self, timeout: float | None, length: int) -> Deadline:
+        return Deadline.after(self.config.timeout_s + length / MEMORY_BYTES_PER_S if timeout is None else timeout)
 
     async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
         """`register` for each of them, or for none: what was registered before one failed is given back.

@@ -447,6 +447,8 @@ class Control:
     def _on_late(self, link: Link, message: m.Message) -> None:
         """The reply to a request that was given up: nobody knows of what it began. Or the second to a settlement."""
         if isinstance(message, m.Posted):
+            if message.posting in self._postings:
+                return  # it was renewed
             self._send(m.Withdraw(posting=message.posting, reason="given up"))
         elif isinstance(message, m.Claimed) and message.claim:
             self._send(m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from kvxfer.deadline import Deadline, seconds
+from kvxfer.deadline import OTHER_SIDE, Deadline, seconds
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import UsageError
 from kvxfer.wire.messages import Claim, PostingEvent
@@ -43,14 +43,20 @@ class Share:
                 self._region.take_back(self.descriptor.grant)
             raise
 
-    async def withdraw(self) -> None:
-        """Remove the name and take the descriptor back; returns when no peer can reach the memory through it."""
+    async def withdraw(self, *, timeout: float | None = None) -> None:
+        """Remove the name and take the descriptor back; returns when no peer can reach the memory through it.
+
+        A `TransferTimeout` says that one still can, as in `Region.revoke`.
+        """
+        deadline = self._client.deadline(timeout)
         handle, self._handle = self._handle, None
         if handle is not None:
             if self._client.closed:
                 return
             self._client.control.withdraw_in_background(handle, "withdrawn")
-            await asyncio.shield(self._region.take_back(self.descriptor.grant))
+            quiet = self._region.take_back(self.descriptor.grant)
+            async with deadline.bound("every peer had let go of the shared memory", OTHER_SIDE):
+                await asyncio.shield(quiet)
 
     def _region_released(self) -> None:
         handle, self._handle = self._handle, None

@@ -33,6 +33,9 @@ class Recorder:
     def drain(self) -> None:
         self.on_drain()
 
+    def stage(self, transfer: Transfer) -> str:
+        return "transferring"
+
     def late(self) -> None:
         self.late_ones += 1
 

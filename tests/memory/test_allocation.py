@@ -24,6 +24,7 @@ from kvxfer.errors import (
     KvxferError,
     RegionBusy,
     RegistrationError,
+    TransferTimeout,
     TransportError,
     UsageError,
 )
@@ -32,6 +33,7 @@ from kvxfer.memory.allocation import kind_of, wish
 from kvxfer.native.engine import MemoryKind
 from kvxfer.testing.nodes import make_cache, read_tokens, scattered, small_geometry
 from tests.native.simulated import ROOT, simulated
+from tests.nodes import until
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"hbm_arena_bytes": 4 * MIB, "pinned_arena_bytes": 2 * MIB}
@@ -150,6 +152,31 @@ async def test_the_engines_threads_stay_on_a_node() -> None:
     async with kvxfer.local(numa_node="auto") as client:
         assert client.plane.engine.numa == "bound"
         assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("what", ["alloc", "register"])
+async def test_a_driver_that_hangs_costs_no_more_than_the_timeout(what: str) -> None:
+    async with kvxfer.local() as client:
+        engine, goes_on = client.plane.engine, threading.Event()
+        work = getattr(engine, what)
+
+        def hang(*arguments: Any, **options: Any) -> Any:
+            assert goes_on.wait(10)
+            return work(*arguments, **options)
+
+        setattr(engine, what, hang)
+        regions = engine.counters().regions
+        with pytest.raises(TransferTimeout) as found:
+            if what == "alloc":
+                await client.alloc(4096, timeout=0.05)
+            else:
+                await client.register(bytearray(4096), timeout=0.05)
+        assert found.value.fields["state"] == "working on memory"
+        assert client._allocator is not None
+        working = tuple(client._allocator._working)
+        goes_on.set()
+        await asyncio.wait(working)
+        await until(lambda: engine.counters().regions == regions)  # what came too late was given back
 
 
 async def test_reading_and_writing_host_memory() -> None:

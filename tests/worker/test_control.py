@@ -14,7 +14,7 @@ import pytest
 
 import kvxfer
 from kvxfer.config import Config
-from kvxfer.deadline import Deadline
+from kvxfer.deadline import ANSWER, Deadline
 from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerLost, PeerUnreachable, TransferTimeout
 from kvxfer.node.server import Server
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry
@@ -215,6 +215,22 @@ async def test_replies_to_given_up_requests_are_undone(tmp_path: Path) -> None:
             await link.request(m.Claim(kind="offer", key="r"), timeout=0.01)
         assert one.server.registry.counts().claims == 1
         await until(lambda: one.server.registry.counts().claims == 0)
+
+
+async def test_a_renewal_whose_answer_came_late_withdraws_nothing(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        control, link = one.client.control, one.client.control._link
+        assert link is not None
+        handle = await control.post("ticket", "r", b"", lease_s=5, claims_max=2, on_event=ignore)
+        posted, send = one.server.registry.counts().postings, one.server.dispatcher._send
+        one.server.dispatcher._send = lambda *what: asyncio.get_running_loop().call_later(0.05, send, *what)  # type: ignore[method-assign,assignment]
+        with pytest.raises(TransferTimeout) as found:
+            await control.renew(handle, 50, Deadline.after(0.01))
+        assert found.value.fields["state"] == ANSWER
+        await until(lambda: link.late_replies == 1)
+        one.server.dispatcher._send = send  # type: ignore[method-assign]
+        await control.request(m.Echo(data=b"behind whatever was said"), Deadline.after(5))
+        assert one.server.registry.counts().postings == posted
 
 
 async def test_a_listener_that_raises_does_not_cost_the_link(tmp_path: Path) -> None:
