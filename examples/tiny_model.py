@@ -84,9 +84,8 @@ class PagedCache:
 
     def write(self, layer: int, table: BlockTable, first: int, keys: Floats, values: Floats) -> None:
         """Store keys and values, shape (tokens, heads, head size), at the positions from ``first`` on."""
-        index, slot = np.divmod(
-            np.arange(first, first + len(keys)) - table.first_token, self.layout.geometry.block_tokens
-        )
+        size = self.layout.geometry.block_tokens
+        index, slot = np.divmod(np.arange(first, first + len(keys)) - table.first_token + table.slot(size), size)
         for part, rows in enumerate((keys, values)):
             self._layers[layer][part, table.blocks[index], slot] = rows
 

@@ -58,7 +58,7 @@ def parts_of(layout: CacheLayout, regions: int) -> tuple[Rows | None, ...]:
 
 def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
     """The blocks that hold tokens, ascending, each once."""
-    held = -(-table.tokens // layout.geometry.block_tokens)
+    held = len(table.used(layout.geometry.block_tokens, layout.blocks))
     return table.distinct(held).astype(np.uint64)
 
 

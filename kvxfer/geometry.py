@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
+from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
 
 LAYERS_MAX = 1024
 HEADS_MAX = 1 << 16
@@ -376,27 +376,88 @@ def _placement(row: object) -> LayerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockTable:
-    """Which blocks hold a request: position ``first_token + i`` lies in slot ``i % block_tokens`` of block
-    ``blocks[i // block_tokens]``, for the first ``tokens`` values of i.
+    """Which blocks hold a request: position ``first_token + i`` lies in slot ``(first_slot + i) % block_tokens`` of
+    block ``blocks[(first_slot + i) // block_tokens]``, for the first ``tokens`` values of i.
 
     ``blocks`` is kept as a read-only int64 array of shape (n,); any sequence of integers is taken (`of` says so to type
-    checkers). ``first_token`` > 0 leaves a prefix out that is already there.
+    checkers). ``first_token`` > 0 leaves a prefix out that is already there, or begins a chunk or a shard.
+
+    ``first_slot`` is the slot of the first token in the first block. It may be left out where the first token begins a
+    block (``first_token % block_tokens == 0``): then it is 0. Else both 0 (blocks that were filled from this token on)
+    and ``first_token % block_tokens`` (blocks of the whole request) make sense, and `slot` refuses to guess.
     """
 
     blocks: npt.NDArray[np.int64]
     tokens: int
     first_token: int = 0
+    first_slot: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", _as_block_ids(self.blocks))
         _require_int("tokens", self.tokens, 0, TOKENS_MAX)
         _require_int("first_token", self.first_token, 0, TOKENS_MAX)
+        if self.first_slot is not None:
+            _require_int("first_slot", self.first_slot, 0, BLOCK_TOKENS_MAX - 1)
 
     @classmethod
-    def of(cls, blocks: Iterable[int], tokens: int, first_token: int = 0) -> BlockTable:
+    def of(
+        cls, blocks: Iterable[int], tokens: int, first_token: int = 0, *, first_slot: int | None = None
+    ) -> BlockTable:
         """A table from any iterable of block ids."""
         ids = blocks if isinstance(blocks, np.ndarray) else np.asarray(list(blocks) or np.empty(0, np.int64))
-        return cls(blocks=ids, tokens=tokens, first_token=first_token)
+        return cls(blocks=ids, tokens=tokens, first_token=first_token, first_slot=first_slot)
+
+    def slot(self, block_tokens: int, name: str = "table") -> int:
+        """The slot of the first token in the first block, for blocks of so many tokens.
+
+        Raises `UsageError` when it was not given and the first token does not begin a block, `OutOfRange` when it was
+        given and blocks do not have it.
+        """
+        if not self.tokens:
+            return 0
+        by_position = self.first_token % block_tokens
+        if self.first_slot is None and by_position:
+            raise UsageError(
+                f"the {name} begins inside a block, and does not say in which slot",
+                field="first_slot",
+                first_token=self.first_token,
+                block_tokens=block_tokens,
+                hint=f"first_slot={by_position} if the blocks are those of the whole request, first_slot=0 if "
+                "the first one was filled from this token on",
+            )
+        found = self.first_slot or 0
+        if found >= block_tokens:
+            raise OutOfRange(
+                f"the {name} begins in a slot that its blocks do not have",
+                field="first_slot",
+                value=found,
+                limit=block_tokens - 1,
+            )
+        return found
+
+    def used(self, block_tokens: int, blocks: int, name: str = "table") -> npt.NDArray[np.int64]:
+        """The blocks that hold tokens, in the order of the tokens, for a cache of so many blocks of so many tokens.
+
+        Raises `OutOfRange` for more tokens than the blocks hold and for a block that the cache does not have, and what
+        `slot` raises. ``name`` is what errors call the table.
+        """
+        field, slot = name.replace(" ", "_"), self.slot(block_tokens, name)
+        limit = len(self.blocks) * block_tokens - slot
+        if self.tokens > max(limit, 0):
+            raise OutOfRange(
+                f"the {name} names more tokens than its blocks hold",
+                field=f"{field}.tokens",
+                value=self.tokens,
+                limit=max(limit, 0),
+            )
+        if len(self.blocks) and int(self.blocks.max()) >= blocks:
+            raise OutOfRange(
+                f"the {name} names a block that its cache does not have",
+                field=f"{field}.blocks",
+                value=int(self.blocks.max()),
+                limit=blocks - 1,
+            )
+        return self.blocks[: -(-(slot + self.tokens) // block_tokens)]
 
     def distinct(self, count: int | None = None) -> npt.NDArray[np.int64]:
         """The first ``count`` blocks (None: all), ascending and each once."""
@@ -410,21 +471,26 @@ class BlockTable:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockTable):
             return NotImplemented
-        same = self.tokens == other.tokens and self.first_token == other.first_token
-        return same and np.array_equal(self.blocks, other.blocks)
+        return self._numbers() == other._numbers() and np.array_equal(self.blocks, other.blocks)
 
     def __hash__(self) -> int:
-        return hash((self.tokens, self.first_token, self.blocks.tobytes()))
+        return hash((*self._numbers(), self.blocks.tobytes()))
+
+    def _numbers(self) -> tuple[int, int, int | None]:
+        return self.tokens, self.first_token, self.first_slot
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of numbers and lists: survives JSON and msgpack. Blocks become runs [start, step, count]."""
-        return {"runs": _runs(self.blocks), "tokens": self.tokens, "first_token": self.first_token}
+        return {"runs": _runs(self.blocks), **self._fields()}
 
     def to_wire(self) -> dict[str, Any]:
         """`to_dict` for msgpack: many blocks without any order become bytes, 4 for each, written in no time."""
         if np.count_nonzero(np.diff(self.blocks, 2)) <= BREAKS_MAX:
             return self.to_dict()
-        return {"ids": self.blocks.astype("<u4").tobytes(), "tokens": self.tokens, "first_token": self.first_token}
+        return {"ids": self.blocks.astype("<u4").tobytes(), **self._fields()}
+
+    def _fields(self) -> dict[str, int | None]:
+        return {"tokens": self.tokens, "first_token": self.first_token, "first_slot": self.first_slot}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> BlockTable:
@@ -432,7 +498,8 @@ class BlockTable:
         how = "ids" if isinstance(raw, Mapping) and "ids" in raw else "runs"
         found = _take(raw, "block table", (how, "tokens", "first_token"))
         blocks = _from_ids(found["ids"]) if how == "ids" else _from_runs(found["runs"])
-        return cls(blocks=blocks, tokens=found["tokens"], first_token=found["first_token"])
+        slot = raw.get("first_slot")  # None, or not there at all: by the position, if that is clear
+        return cls(blocks=blocks, tokens=found["tokens"], first_token=found["first_token"], first_slot=slot)
 
 
 def _as_block_ids(given: object) -> npt.NDArray[np.int64]:

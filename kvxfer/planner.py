@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.coverage import Box, box_of
-from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
+from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement, Strides, check_compatible
 
 __all__ = ["Batch", "Plan", "check_compatible", "contiguous_layout", "plan", "whole_layer_bytes"]
@@ -270,8 +270,8 @@ def plan(
     that its layout does not have or more tokens than its blocks hold, `UsageError` when the target repeats a block.
     """
     check_compatible(source.geometry, target.geometry, ignore_fingerprint=ignore_fingerprint)
-    _check_table("source", source, source_table)
-    used = _check_table("target", target, target_table)
+    source_table.used(source.geometry.block_tokens, source.blocks, "source table")
+    used = target_table.used(target.geometry.block_tokens, target.blocks, "target table")
     if len(np.unique(used)) != len(used):
         ids, counts = np.unique(used, return_counts=True)
         raise UsageError(
@@ -292,7 +292,7 @@ def _restricted(box: Box, within: Box, source: tuple[Geometry, BlockTable]) -> B
     if (
         packing
         and found.tokens.stop != box.tokens.stop
-        and (found.tokens.stop - table.first_token) % shape.block_tokens
+        and (table.slot(shape.block_tokens) + found.tokens.stop - table.first_token) % shape.block_tokens
     ):
         raise GeometryMismatch(
             "packed blocks move whole, but what is to be moved ends inside of one",
@@ -303,26 +303,6 @@ def _restricted(box: Box, within: Box, source: tuple[Geometry, BlockTable]) -> B
     return found
 
 
-def _check_table(side: str, layout: CacheLayout, table: BlockTable) -> Ints:
-    """The blocks that hold tokens."""
-    limit = len(table.blocks) * layout.geometry.block_tokens
-    if table.tokens > limit:
-        raise OutOfRange(
-            f"the {side} table names more tokens than its blocks hold",
-            field=f"{side}_table.tokens",
-            value=table.tokens,
-            limit=limit,
-        )
-    if len(table.blocks) and int(table.blocks.max()) >= layout.blocks:
-        raise OutOfRange(
-            f"the {side} table names a block that its cache does not have",
-            field=f"{side}_table.blocks",
-            value=int(table.blocks.max()),
-            limit=layout.blocks - 1,
-        )
-    return table.blocks[: -(-table.tokens // layout.geometry.block_tokens)]
-
-
 def _cut(
     start: int, stop: int, source: tuple[CacheLayout, BlockTable], target: tuple[CacheLayout, BlockTable]
 ) -> _Pieces:
@@ -330,7 +310,7 @@ def _cut(
     borders = [np.array([start] if stop > start else [], np.int64)]
     for layout, table in (source, target):
         step = layout.geometry.block_tokens
-        first = start + 1 + (table.first_token - start - 1) % step
+        first = start + 1 + (table.first_token - table.slot(step) - start - 1) % step
         borders.append(np.arange(first, stop, step, dtype=np.int64))
     begins = np.unique(np.concatenate(borders))
     tokens = np.diff(begins, append=stop)
@@ -339,7 +319,7 @@ def _cut(
     if packing:
         if bool((source_slot != 0).any() or (target_slot != 0).any()):
             raise GeometryMismatch(
-                "packed blocks move whole, but the blocks of the two tables do not begin at the same positions",
+                "packed blocks move whole, but what is to be moved begins inside of one",
                 field="first_token",
                 source=source[1].first_token,
                 target=target[1].first_token,
@@ -357,7 +337,8 @@ def _cut(
 
 
 def _locate(positions: Ints, layout: CacheLayout, table: BlockTable) -> tuple[Ints, Ints]:
-    index, slot = np.divmod(positions - table.first_token, layout.geometry.block_tokens)
+    size = layout.geometry.block_tokens
+    index, slot = np.divmod(positions - table.first_token + table.slot(size), size)
     return table.blocks[index], slot
 
 

@@ -64,11 +64,14 @@ class Case:
         )
 
     def cache(self, rank: Rank, seed: int) -> tuple[CacheLayout, int, BlockTable]:
-        """The layout of a rank's cache, how many bytes it takes, and a table of blocks in any order."""
-        needed = -(-len(rank.tokens) // rank.block_tokens)
+        """The layout of a rank's cache, how many bytes it takes, and a table of blocks in any order: with an odd seed
+        those of the whole request, in which a piece may begin inside a block, else filled from its first token on.
+        """
+        slot = rank.tokens.start % rank.block_tokens if seed % 2 else 0
+        needed = -(-(slot + len(rank.tokens)) // rank.block_tokens)
         layout, length = contiguous_layout(self.geometry(rank), needed + SPARE_BLOCKS)
         ids = np.random.default_rng(seed).permutation(needed + SPARE_BLOCKS)[:needed]
-        return layout, length, BlockTable.of(ids, tokens=len(rank.tokens), first_token=rank.tokens.start)
+        return layout, length, BlockTable.of(ids, len(rank.tokens), rank.tokens.start, first_slot=slot)
 
     def values(self, seed: int = 1) -> Bytes:
         """What the model computed: [layer, part, head, token, dim]."""
@@ -82,10 +85,11 @@ def places(layout: CacheLayout, table: BlockTable) -> Any:
     shape = layout.geometry
     axes = product(range(shape.layers), range(shape.kv_parts), range(shape.kv_heads), range(table.tokens))
     for layer, part, head, token in axes:
+        index, slot = divmod(token + (table.first_slot or 0), shape.block_tokens)
         at = {
             "P": (part, shape.kv_parts),
-            "B": (int(table.blocks[token // shape.block_tokens]), layout.blocks),
-            "N": (token % shape.block_tokens, shape.block_tokens),
+            "B": (int(table.blocks[index]), layout.blocks),
+            "N": (slot, shape.block_tokens),
             "H": (head, shape.kv_heads),
         }
         flat = 0

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
+from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
 from kvxfer.geometry import (
     BLOCK_ID_MAX,
+    BLOCK_TOKENS_MAX,
     LAYERS_MAX,
     MARKED_MAX,
     TABLE_BLOCKS_MAX,
@@ -274,7 +275,7 @@ def test_runs(blocks: list[int], runs: list[list[int]]) -> None:
 @given(st.lists(st.integers(0, BLOCK_ID_MAX) | st.integers(0, 5), max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_every_table_survives(blocks: list[int]) -> None:
-    table = BlockTable.of(blocks, tokens=7, first_token=9)
+    table = BlockTable.of(blocks, tokens=7, first_token=9, first_slot=3)
     raw = through_json(table.to_dict())
     assert BlockTable.from_dict(raw) == table
     assert len(raw["runs"]) <= len(blocks) // 2 + 1
@@ -358,6 +359,40 @@ def test_hostile_runs_are_refused_before_they_cost_anything(runs: Any) -> None:
     assert time.perf_counter() - began < 2 * SLACK
 
 
+def test_the_first_slot_is_said_or_clear() -> None:
+    assert [BlockTable.of([1], 2, first).slot(16) for first in (0, 16, 1600)] == [0, 0, 0]
+    assert BlockTable.of([1], 0, 5).slot(16) == 0, "no token lies anywhere"
+    assert BlockTable.of([1], 2, 5, first_slot=5).slot(16) == 5
+    assert BlockTable.of([1], 2, 5, first_slot=0).slot(16) == 0
+    assert BlockTable.of([1], 2, 16, first_slot=7).slot(16) == 7
+    assert BlockTable.of([1], 2, 5).slot(1) == 0
+    with pytest.raises(UsageError, match="first_slot=5 if") as caught:
+        BlockTable.of([1], 2, 5).slot(16)
+    assert (caught.value.fields["field"], caught.value.fields["first_token"]) == ("first_slot", 5)
+    with pytest.raises(OutOfRange, match="begins in a slot"):
+        BlockTable.of([1], 2, 5, first_slot=16).slot(16)
+    for wrong in (-1, BLOCK_TOKENS_MAX, True, 1.0, "3", 2**70):
+        with pytest.raises(UsageError, match="first_slot"):
+            BlockTable.of([1], 2, 5, first_slot=wrong)  # type: ignore[arg-type]
+
+
+def test_the_blocks_that_hold_tokens() -> None:
+    table = BlockTable.of([7, 3, 9], 18, 5, first_slot=5)
+    assert table.used(16, 10).tolist() == [7, 3]
+    assert table.used(8, 10).tolist() == [7, 3, 9]
+    assert BlockTable.of([7, 3], 0, 5).used(16, 10).tolist() == []
+    with pytest.raises(OutOfRange, match="the mine names more tokens"):
+        BlockTable.of([7, 3], 12, 5, first_slot=5).used(8, 10, "mine")
+    with pytest.raises(OutOfRange, match="a block that its cache does not have"):
+        table.used(8, 9)
+    assert table != BlockTable.of([7, 3, 9], 18, 5, first_slot=4)
+    assert hash(table) == hash(BlockTable.of([7, 3, 9], 18, 5, first_slot=5))
+
+
+def test_a_table_without_a_first_slot_travels_too() -> None:
+    assert BlockTable.from_dict({"runs": [[1, 1, 2]], "tokens": 3, "first_token": 0}) == BlockTable.of([1, 2], 3)
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -375,6 +410,7 @@ def test_anything_gives_a_value_or_a_usage_error(data: st.DataObject) -> None:
                 (Geometry, geometry().to_dict()),
                 (CacheLayout, cache().to_dict()),
                 (BlockTable, BlockTable.of([3, 1], 2).to_dict()),
+                (BlockTable, BlockTable.of([3, 1], 2, 9, first_slot=3).to_dict()),
             ]
         )
     )

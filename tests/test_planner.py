@@ -87,8 +87,8 @@ class Side:
     memory: list[bytearray]
 
     def where(self, token: int) -> tuple[int, int]:
-        place = token - self.table.first_token
         size = self.layout.geometry.block_tokens
+        place = token - self.table.first_token + (self.table.first_slot or 0)
         return int(self.table.blocks[place // size]), place % size
 
     def carry_out(self, made: Plan, other: Side) -> list[bytearray]:
@@ -150,7 +150,11 @@ def draw_layout(rng: random.Random, geometry: Geometry, blocks: int) -> CacheLay
 def draw_table(
     rng: random.Random, geometry: Geometry, blocks: int, first: int, tokens: int, *, repeat: bool
 ) -> BlockTable:
-    count = -(-tokens // geometry.block_tokens)
+    size = geometry.block_tokens
+    slot = rng.choice((None, 0, first % size, rng.randrange(size)))
+    if slot is None and first % size:
+        slot = first % size
+    count = -(-(tokens + (slot or 0)) // size)
     ids = list(range(blocks))
     style = rng.choice(("shuffled", "shuffled", "ascending", "descending", "runs"))
     if style == "shuffled":
@@ -162,7 +166,7 @@ def draw_table(
         ids = ids[cut:] + ids[:cut]
     if repeat and rng.random() < 0.2:
         ids = [rng.choice(ids) for _ in ids]  # a source may show the same block at several positions
-    return BlockTable.of(ids[: count + rng.choice((0, 0, 1))], tokens=tokens, first_token=first)
+    return BlockTable.of(ids[: count + rng.choice((0, 0, 1))], tokens=tokens, first_token=first, first_slot=slot)
 
 
 def draw_heads(rng: random.Random, total: int, near: range | None) -> range:
@@ -223,7 +227,7 @@ def draw_pair(rng: random.Random) -> tuple[Side, Side]:
         )
         first = base + rng.choice((0, 0, 0, 1, 5, 16, 32))
         tokens = rng.choice((0, 1, 7, 16, 33, 48, 60, 64, 70, 128, 150))
-        blocks = -(-tokens // size) + rng.choice((1, 2, 5))
+        blocks = -(-(tokens + size - 1) // size) + rng.choice((1, 2, 5))
         layout = draw_layout(rng, shape, blocks)
         table = draw_table(rng, shape, blocks, first, tokens, repeat=index == 0)
         sides.append(Side(layout, table, draw_memory(rng, layout)))
@@ -319,15 +323,42 @@ def test_a_prefix_that_is_present_is_left_out() -> None:
     assert (made.first_token, made.tokens, made.complete) == (32, 8, True)
 
 
+@pytest.mark.parametrize("slot", [12, 0, 5])
+def test_a_table_that_begins_inside_a_block_says_in_which_slot(slot: int) -> None:
+    """Tokens 12 to 31, as blocks of the whole request or filled from token 12 on, into blocks of four."""
+    one = dense(shape(layers=1, kv_parts=1, kv_heads=1, head_size=1, dtype="uint8"), 10)
+    other = dense(shape(layers=1, kv_parts=1, kv_heads=1, head_size=1, dtype="uint8", block_tokens=4), 10)
+    made = plan(one, BlockTable.of([5, 2], 20, 12, first_slot=slot), other, BlockTable.of([1, 2, 3, 4, 5], 20, 12))
+    expected = [(5 - 3 * (i + slot >= 16)) * 16 + (i + slot) % 16 for i in range(20)]
+    found = [at for begin, _, length in rows(made) for at in range(begin, begin + length)]
+    assert found == expected
+    assert rows(made)[0][1] == 4
+    assert (made.first_token, made.tokens, made.complete) == (12, 20, True)
+
+
+def test_an_unclear_or_impossible_slot_is_refused() -> None:
+    cache = dense(shape(), 10)
+    good, unclear = BlockTable.of([1, 2], 20, 12, first_slot=12), BlockTable.of([1, 2], 20, 12)
+    for tables in ((good, unclear), (unclear, good)):
+        with pytest.raises(UsageError, match=r"first_slot=12 if .* first_slot=0 if") as caught:
+            plan(cache, tables[0], cache, tables[1])
+        assert caught.value.fields["first_token"] == 12
+    with pytest.raises(OutOfRange, match="target table begins in a slot"):
+        plan(cache, good, cache, BlockTable.of([1, 2], 1, 12, first_slot=16))
+    with pytest.raises(OutOfRange, match="source table names more tokens") as full:
+        plan(cache, BlockTable.of([1, 2], 21, 12, first_slot=12), cache, good)
+    assert full.value.fields["limit"] == 20
+
+
 def test_a_plan_says_when_the_target_stays_incomplete() -> None:
     cache = dense(shape(), 10)
     assert not plan(cache, BlockTable.of([0], 10), cache, BlockTable.of([1], 11)).complete
-    assert not plan(cache, BlockTable.of([0], 10, 4), cache, BlockTable.of([1], 5)).complete
+    assert not plan(cache, BlockTable.of([0], 10, 4, first_slot=4), cache, BlockTable.of([1], 5)).complete
     assert plan(cache, BlockTable.of([0], 16), cache, BlockTable.of([1], 11)).complete
     assert plan(cache, BlockTable.of([0], 16), cache, BlockTable.of([], 0)).complete
 
 
-@pytest.mark.parametrize("first", [0, 16, 1000])
+@pytest.mark.parametrize("first", [0, 16, 1008])
 def test_nothing_in_common_is_an_empty_plan(first: int) -> None:
     cache = dense(shape(), 4)
     made = plan(cache, BlockTable.of([0], 16 if first else 0), cache, BlockTable.of([1], 16, first_token=first))
@@ -396,8 +427,12 @@ def test_packed_tiles_change_ranks_and_order_as_tiles() -> None:
 
 def test_packed_tiles_that_do_not_line_up_are_refused() -> None:
     cache = dense(packed(), 4)
-    with pytest.raises(GeometryMismatch, match="begin at the same positions"):
-        plan(cache, BlockTable.of([1, 2], 32), cache, BlockTable.of([2], 16, first_token=8))
+    with pytest.raises(GeometryMismatch, match="begins inside of one"):
+        plan(cache, BlockTable.of([1, 2], 32), cache, BlockTable.of([2], 16, first_token=8, first_slot=0))
+    for slots in ((8, 8), (8, 0)):
+        tables = [BlockTable.of([1, 2], 16, first_token=8, first_slot=slot) for slot in slots]
+        with pytest.raises(GeometryMismatch, match="begins inside of one"):
+            plan(cache, tables[0], cache, tables[1])
     with pytest.raises(GeometryMismatch, match="block_tokens"):
         plan(cache, BlockTable.of([1], 16), dense(packed(block_tokens=32), 4), BlockTable.of([1], 16))
     with pytest.raises(GeometryMismatch, match="packing"):

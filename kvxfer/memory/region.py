@@ -365,17 +365,10 @@ class KVCache:
             region.require(plane)
 
     def check_table(self, table: BlockTable, *, may_repeat: bool = False) -> None:
-        """The table names blocks that this cache has, and no more tokens than they hold."""
+        """The table names blocks that this cache has, no more tokens than they hold, and where the first one lies."""
         if not isinstance(table, BlockTable):
             raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
-        limit = len(table.blocks) * self.layout.geometry.block_tokens
-        if table.tokens > limit:
-            raise OutOfRange("the table names more tokens than its blocks hold", value=table.tokens, limit=limit)
-        if len(table.blocks) and int(table.blocks.max()) >= self.layout.blocks:
-            highest = int(table.blocks.max())
-            raise OutOfRange(
-                "the table names a block that the cache does not have", value=highest, limit=self.layout.blocks - 1
-            )
+        table.used(self.layout.geometry.block_tokens, self.layout.blocks)
         if not may_repeat and len(table.distinct()) != len(table.blocks):
             raise UsageError("the table names a block twice", field="table.blocks")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvxfer.errors import OutOfRange, RegionBusy, UsageError
+from kvxfer.errors import RegionBusy, UsageError
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.footprint import Footprint, Ints, Meeting, cells_meet, meeting
 
@@ -317,27 +317,23 @@ def _meet(one: range, other: range) -> bool:
 
 def _piece(footprint: Footprint, table: BlockTable) -> _Piece:
     """What a table covers; blocks without tokens are not, nor are the slots before the first and behind the last."""
-    size = footprint.block_tokens
-    used = -(-table.tokens // size)
-    if used > len(table.blocks):
-        raise OutOfRange(
-            "the table names more tokens than its blocks hold", value=table.tokens, limit=len(table.blocks) * size
-        )
-    distinct = table.distinct(used)
-    if len(distinct) != used:
+    size, slot = footprint.block_tokens, table.slot(footprint.block_tokens)
+    used = table.used(size, footprint.blocks)
+    distinct = table.distinct(len(used))
+    if len(distinct) != len(used):
         raise UsageError("the table names a block twice", field="table.blocks")
-    if used and int(distinct[-1]) >= footprint.blocks:
-        raise OutOfRange(
-            "the table names a block that the cache does not have", value=int(distinct[-1]), limit=footprint.blocks - 1
-        )
-    edges = () if footprint.whole else _edges(table, size)
+    edges = () if footprint.whole else _edges(used, slot, slot + table.tokens, size)
     for block, _ in edges:
         distinct = np.delete(distinct, np.searchsorted(distinct, block))
     distinct.setflags(write=False)
     return _Piece(footprint=footprint, blocks=distinct, edges=edges)
 
 
-def _edges(table: BlockTable, size: int) -> tuple[tuple[int, range], ...]:
-    """The blocks of which a table uses some slots only."""
-    last = table.tokens % size
-    return ((int(table.blocks[table.tokens // size]), range(last)),) if last else ()
+def _edges(used: Ints, start: int, stop: int, size: int) -> tuple[tuple[int, range], ...]:
+    """The blocks of which only some slots are used: the first and the last, from slot ``start`` to ``stop`` of all."""
+    found: dict[int, range] = {}
+    for index in {0, len(used) - 1} if len(used) else ():
+        slots = range(max(start - index * size, 0), min(stop - index * size, size))
+        if len(slots) < size:
+            found[int(used[index])] = slots
+    return tuple(found.items())

@@ -179,7 +179,6 @@ def _parse(body: bytes) -> tuple[RemoteDescriptor, int | None, CacheLayout, Bloc
     needed = layout.region_bytes()
     if set(needed) != {0} or needed[0] > descriptor.length:
         raise ProtocolError("the landing's layout leaves its memory", length=descriptor.length)
-    held = len(table.blocks) * layout.geometry.block_tokens
-    if table.tokens > held or (len(table.blocks) and int(table.blocks.max()) >= layout.blocks):
-        raise ProtocolError("the landing's table names blocks that its layout does not have")
+    with from_peer("landing"):
+        table.used(layout.geometry.block_tokens, layout.blocks)
     return descriptor, device, layout, table

@@ -82,13 +82,14 @@ class Posting:
         return cls._from_map(raw)
 
     def require_inside(self) -> Posting:
-        """The layout lies inside the memory that the descriptors name. Returns itself."""
+        """The layout lies in the memory that the descriptors name, and the table in the layout. Returns itself."""
         for region, needed in self.layout.region_bytes().items():
             if region >= len(self.descriptors):
                 raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=region)
             length = self.descriptors[region].length
             if length < needed:
                 raise GeometryMismatch("the peer's layout leaves its memory", value=length, needed=needed)
+        self.table.used(self.layout.geometry.block_tokens, self.layout.blocks)
         return self
 
     @classmethod

@@ -373,14 +373,16 @@ class Push:
 
 
 def landing_layout(source: CacheLayout, table: BlockTable) -> tuple[CacheLayout, BlockTable, int]:
-    """How a request lies in a landing: its own geometry, all blocks in order, every layer in one piece. And its
-    bytes.
+    """How a request lies in a landing: its own geometry, all blocks in order and filled as they were, every layer in
+    one piece. And its bytes.
     """
     block_tokens = source.geometry.block_tokens
-    first = table.first_token % block_tokens
-    blocks = max(1, -(-(first + table.tokens) // block_tokens))
+    slot = table.slot(block_tokens)
+    blocks = max(1, -(-(slot + table.tokens) // block_tokens))
     layout, length = contiguous_layout(source.geometry, blocks)
-    ordered = BlockTable(blocks=np.arange(blocks, dtype=np.int64), tokens=table.tokens, first_token=table.first_token)
+    ordered = BlockTable(
+        blocks=np.arange(blocks, dtype=np.int64), tokens=table.tokens, first_token=table.first_token, first_slot=slot
+    )
     if length <= 0:
         raise ProtocolError("a landing needs at least one byte")
     return layout, ordered, length

@@ -315,3 +315,85 @@ async def test_c33_a_killed_consumer_holds_nothing(nodes: Cluster) -> None:
     ended = await a.do("ended", name="r")
     assert (ended["how"], ended["why"]) == ("abandoned", "peer_lost"), ended
     assert ended["at"] - killed <= limit(2), "its publisher is told, long before the lease ends"
+
+
+# -- C99: a chunk, a shard, or what follows a prefix, that begins inside a block ---------------------------------------
+
+
+def by_hand(cache: KVCache, blocks: list[int], slot: int, tokens: int) -> npt.NDArray[np.uint8]:
+    """Where a request's tokens lie, of one byte each: looked up one by one."""
+    size, memory = cache.layout.geometry.block_tokens, cache.regions[0].array
+    return np.array([memory[blocks[at // size] * size + at % size] for at in range(slot, slot + tokens)])
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["push", "pull", "land"])
+@pytest.mark.parametrize(("size", "slot"), [(16, 12), (16, 0), (8, 4), (64, 12), (1, 0)])
+async def test_c99_tokens_that_begin_inside_a_block(transport: str, way: str, size: int, slot: int) -> None:
+    """Tokens 12 to 31 of a request whose blocks of 16 begin with token 0, to blocks of any size in which they begin in
+    any slot. The bytes around them stay as they were.
+    """
+    shape = small_geometry(layers=1, kv_parts=1, kv_heads=1, kv_heads_total=1, head_size=1, dtype="uint8", layout="")
+    async with two_nodes(["shm"] if way == "land" else [transport]) as (a, b):
+        source, target = await make_cache(a, shape, 4), await make_cache(b, replace(shape, block_tokens=size), 64)
+        source.regions[0].array[:] = np.arange(64)
+        target.regions[0].array[:] = 0xEE
+        ours = BlockTable.of([3, 1], 20, 12, first_slot=12)
+        ids = random.Random(size).sample(range(64), -(-(slot + 20) // size))
+        theirs = BlockTable.of(ids, 20, 12, first_slot=slot)
+        expected = by_hand(source, [3, 1], 12, 20)
+        if way == "push":
+            async with b.offer("r", target, theirs, timeout=limit(5)) as landing:
+                async with a.push("r", to=b.addresses, cache=source, table=ours, timeout=limit(5)) as sending:
+                    await sending.layers()
+                await landing.wait()
+        elif way == "pull":
+            async with a.publish("r", source, ours) as ticket:
+                await b.pull(ticket.to_dict(), target, theirs, timeout=limit(5))
+        else:
+            async with a.push("r", to=b.addresses, cache=source, table=ours, land=True, timeout=limit(5)) as sending:
+                await sending.layers()
+            async with b.adopt("r", timeout=limit(5)) as landed:
+                assert (landed.table.first_token, landed.table.first_slot, landed.table.tokens) == (12, 12, 20)
+                assert landed.array[12:32].tolist() == expected.tolist()
+            return
+        assert by_hand(target, ids, slot, 20).tolist() == expected.tolist()
+        assert np.count_nonzero(target.regions[0].array != 0xEE) == 20
+
+
+async def test_c99_what_is_unclear_is_refused_at_once() -> None:
+    """Token 12 may lie in slot 12 or in slot 0: neither is guessed, and nothing is posted or claimed."""
+    unclear = BlockTable.of([0, 1], 20, 12)
+    async with two_nodes(["shm"]) as (a, b):
+        cache, target = await make_cache(a, small_geometry(), 4), await make_cache(b, small_geometry(), 4)
+        async with a.publish("r", cache, TABLE) as ticket:
+            for call in (
+                b.offer("r", target, unclear).__aenter__(),
+                a.publish("s", cache, unclear).__aenter__(),
+                a.push("r", to=b.addresses, cache=cache, table=unclear).__aenter__(),
+                a.push("r", to=b.addresses, cache=cache, table=unclear, land=True).__aenter__(),
+                b.pull(ticket.to_dict(), target, unclear),
+            ):
+                with pytest.raises(kvxfer.errors.UsageError, match=r"first_slot=12 if .* first_slot=0 if"):
+                    await call
+            assert (await b.pull(ticket.to_dict(), target, TABLE)).tokens == 64
+        assert (a.reservations.live, b.reservations.live) == ((), ())
+
+
+async def test_c99_chunks_of_one_block_may_come_from_two_sources_at_once() -> None:
+    """Each chunk has slots of its own, so both are on offer together."""
+    shape = small_geometry(layers=1, kv_parts=1, kv_heads=1, kv_heads_total=1, head_size=1, dtype="uint8", layout="")
+    async with two_nodes(["shm"]) as (a, b):
+        source, target = await make_cache(a, shape, 4), await make_cache(b, shape, 4)
+        source.regions[0].array[:] = np.arange(64)
+        chunks = [BlockTable.of([0], 12), BlockTable.of([0, 1], 20, 12, first_slot=12)]
+        async with AsyncExitStack() as stack:
+            landings = [
+                await stack.enter_async_context(b.offer(f"r{index}", target, chunk, timeout=limit(5)))
+                for index, chunk in enumerate(chunks)
+            ]
+            for index, chunk in enumerate(chunks):
+                async with a.push(f"r{index}", to=b.addresses, cache=source, table=chunk) as sending:
+                    await sending.layers()
+                await landings[index].wait()
+        assert target.regions[0].array[:32].tolist() == list(range(32))

@@ -195,6 +195,8 @@ def test_slots_of_one_block_have_holders_of_their_own() -> None:
     assert books.holders(cache, 2) == {"offer A"}
     assert refused(books, cache, BlockTable.of([2], 1))
     assert refused(books, cache, full([2]))
+    assert refused(books, cache, BlockTable.of([2], 2, 1, first_slot=1))
+    assert not refused(books, cache, BlockTable.of([2], 2, 2, first_slot=2)), "the next chunk, of another source"
     assert refused(books, tiles, BlockTable.of([2], 1))
     books.release(part)
     assert not refused(books, cache, full([2]))
@@ -257,17 +259,22 @@ def draw_sibling(rng: random.Random, layout: CacheLayout) -> CacheLayout:
 def draw_table(rng: random.Random, layout: CacheLayout) -> BlockTable:
     ids = rng.sample(range(layout.blocks), rng.randint(1, min(3, layout.blocks)))
     size = layout.geometry.block_tokens
-    return BlockTable.of(ids, rng.choice((len(ids) * size, rng.randint(0, len(ids) * size))))
+    slot = rng.choice((0, 0, rng.randrange(size)))
+    room = len(ids) * size - slot
+    return BlockTable.of(ids, rng.choice((room, rng.randint(0, room))), rng.randrange(100), first_slot=slot)
 
 
 def bytes_of(layout: CacheLayout, table: BlockTable) -> Iterator[int]:
     """Every byte that a table covers, one by one."""
     shape, size = layout.geometry, layout.geometry.block_tokens
-    tokens = -(-table.tokens // size) * size if shape.packing else table.tokens
+    slot = table.first_slot or 0
+    slots = range(slot, slot + table.tokens)
+    if shape.packing and slots:
+        slots = range(-(-slots.stop // size) * size)
     for layer, place in enumerate(layout.placements):
         part_step, block_step, token_step, head_step = layout.strides(layer)
-        for token in range(tokens):
-            inside = int(table.blocks[token // size]) * block_step + token % size * token_step
+        for at in slots:
+            inside = int(table.blocks[at // size]) * block_step + at % size * token_step
             for part in range(shape.kv_parts):
                 for head in range(shape.kv_heads):
                     begin = place.offset + part * part_step + inside + head * head_step
@@ -340,7 +347,7 @@ def test_reservations_agree_with_a_map_of_every_byte(seed: int) -> None:
             world.release()
         world.books.check()
         assert (world.books.pinned_blocks, world.books.quarantined_blocks) == (0, 0)
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 10, seen
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

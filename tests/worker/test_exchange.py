@@ -449,6 +449,11 @@ HOSTILE = [
     {"table": {"runs": [[0.5, 1, 1]], "tokens": 1, "first_token": 0}},
     {"table": {"runs": [[0, 1, 1]], "tokens": "1", "first_token": 0}},
     {"table": {"runs": [[0, 1, 2**63]], "tokens": 1, "first_token": 0}},
+    {"table": {"runs": [[0, 1, 2]], "tokens": 1, "first_token": 5}},
+    {"table": {"runs": [[0, 1, 2]], "tokens": 1, "first_token": 5, "first_slot": 1 << 19}},
+    {"table": {"runs": [[0, 1, 2]], "tokens": 1, "first_token": 5, "first_slot": "5"}},
+    {"table": {"runs": [[0, 1, 2]], "tokens": 33, "first_token": 0}},
+    {"table": {"runs": [[4, 1, 1]], "tokens": 1, "first_token": 0}},
 ]  # fmt: skip
 
 

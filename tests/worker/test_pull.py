@@ -28,7 +28,7 @@ TOKENS = 40
 
 def table(seed: int, first: int = 0, tokens: int = TOKENS) -> BlockTable:
     blocks = np.random.default_rng(seed).permutation(8)[: -(-tokens // 16)]
-    return BlockTable(blocks=blocks, tokens=tokens, first_token=first)
+    return BlockTable(blocks=blocks, tokens=tokens, first_token=first, first_slot=0)
 
 
 def part(**changes: Any) -> Geometry:
