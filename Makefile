@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NEWS := { grep -v '^Requirement already satisfied' || true; }
 PYTEST := $(PY) -m pytest
-NATIVE_FORMATTED = $(filter-out kvxfer/native/_shim.c,$(wildcard kvxfer/native/*.[ch] kvxfer/native/*.cc kvxfer/bench/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch] tests/native/*/*.cc benchmarks/*/*.[ch]))
+NATIVE_FORMATTED = $(wildcard kvxfer/native/*.[ch] kvxfer/native/*/*.[ch] kvxfer/native/*/*.cc kvxfer/bench/*.[ch] tests/native/*.[ch] tests/native/*/*.[ch] tests/native/*/*.cc benchmarks/*/*.[ch])
 PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1

@@ -1,21 +1,35 @@
-"""Builds the native engine: one extension from the generated `_shim.c` and every other C and C++ file beside it.
+"""Builds the native engine: one extension from the binding that cffi generates and every C and C++ file of the engine.
 
-One C++ file is part of it (the library for Ascend cards has no C interface), so g++ links, and libstdc++ is a shared
-library as everywhere: exceptions must unwind through the vendor's code and ours.
+The binding is written to `build/shim/` at each build, from the declarations beside `kvxfer/native/build_shim.py`. One
+C++ file is part of the engine (the library for Ascend cards has no C interface), so g++ links, and libstdc++ is a
+shared library as everywhere: exceptions must unwind through the vendor's code and ours.
 """
 
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("kvxfer/native")
-NOT_COMPILED_ALONE = {"api.csrc.c"}  # input of the generator, already part of _shim.c
+BINDING = Path("build/shim/_shim.c")
+NOT_COMPILED_ALONE = {"api.csrc.c"}  # input of the generator, already part of the binding
 STANDARDS = {".c": "-std=gnu11", ".cc": "-std=c++17"}
 
 
+def everywhere(*patterns: str) -> list[str]:
+    """The engine's files with such names, in whatever folder."""
+    return sorted(str(path) for pattern in patterns for path in NATIVE.rglob(pattern))
+
+
 class BuildNative(build_ext):
-    """Each file by the standard of its language: one list of flags cannot serve both compilers."""
+    """Generates the binding, and compiles each file by the standard of its language: one list of flags cannot serve
+    both compilers.
+    """
+
+    def run(self) -> None:
+        runpy.run_path(str(NATIVE / "build_shim.py"))["write"](BINDING)
+        super().run()
 
     def build_extension(self, extension: Extension) -> None:
         compile_one = self.compiler._compile
@@ -35,13 +49,11 @@ setup(
     ext_modules=[
         Extension(
             "kvxfer.native._shim",
-            sources=sorted(
-                str(path)
-                for suffix in STANDARDS
-                for path in NATIVE.glob(f"*{suffix}")
-                if path.name not in NOT_COMPILED_ALONE
-            ),
-            depends=["setup.py", *sorted(str(path) for pattern in ("*.h", "*.map") for path in NATIVE.glob(pattern))],
+            sources=[
+                str(BINDING),
+                *(path for path in everywhere("*.c", "*.cc") if Path(path).name not in NOT_COMPILED_ALONE),
+            ],
+            depends=["setup.py", *everywhere("*.h", "*.map")],
             include_dirs=[str(NATIVE)],
             extra_compile_args=["-O3", "-g", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"],
             extra_link_args=["-pthread", f"-Wl,--version-script={NATIVE}/_shim.map"],

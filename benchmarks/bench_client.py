@@ -50,7 +50,7 @@ def run(rounds: int) -> None:
         )
     for what, statement in (
         ("import kvxfer", "import kvxfer"),
-        ("import kvxfer.worker.client", "import kvxfer.worker.client"),
+        ("import kvxfer.client", "import kvxfer.client"),
     ):
         print(f"{what}: {import_ms(statement, rounds):.0f} ms beside an empty interpreter")
     started = [asyncio.run(daemon_ready_ms()) for _ in range(rounds)]

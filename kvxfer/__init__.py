@@ -17,15 +17,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvxfer.client import Client, local
     from kvxfer.config import Config
     from kvxfer.dataplane.transfer import Transfer
     from kvxfer.descriptors import RemoteDescriptor, Ticket
     from kvxfer.errors import BusyError, KvxferError, PeerError, TransferError, TransportError, UsageError
+    from kvxfer.flows.many import Group, Move
     from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
     from kvxfer.memory.region import KVCache, Region, Span
     from kvxfer.planner import contiguous_layout
-    from kvxfer.worker.client import Client, local
-    from kvxfer.worker.many import Group, Move
 
 __version__ = "0.1.0"
 
@@ -34,14 +34,14 @@ _HOME = {
     "BlockTable": "kvxfer.geometry",
     "BusyError": "kvxfer.errors",
     "CacheLayout": "kvxfer.geometry",
-    "Client": "kvxfer.worker.client",
+    "Client": "kvxfer.client",
     "Config": "kvxfer.config",
     "Geometry": "kvxfer.geometry",
-    "Group": "kvxfer.worker.many",
+    "Group": "kvxfer.flows.many",
     "KVCache": "kvxfer.memory.region",
     "KvxferError": "kvxfer.errors",
     "LayerPlacement": "kvxfer.geometry",
-    "Move": "kvxfer.worker.many",
+    "Move": "kvxfer.flows.many",
     "PeerError": "kvxfer.errors",
     "Region": "kvxfer.memory.region",
     "RemoteDescriptor": "kvxfer.descriptors",
@@ -52,7 +52,7 @@ _HOME = {
     "TransportError": "kvxfer.errors",
     "UsageError": "kvxfer.errors",
     "contiguous_layout": "kvxfer.planner",
-    "local": "kvxfer.worker.client",
+    "local": "kvxfer.client",
 }
 
 __all__ = [

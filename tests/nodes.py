@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kvxfer.config import Config
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.node.server import Server, embedded_config
+from kvxfer.server import Server, embedded_config
 from kvxfer.wire.codec import Message
 from tests.conftest import slack
 

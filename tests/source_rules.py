@@ -347,9 +347,13 @@ def mirrored(test: str, sources: set[str], exempt: Iterable[str]) -> list[str]:
     else:
         folder, _, name = stem.removesuffix(".py").rpartition("/")
         begin = name.partition("_")[0]  # native/test_tcp_hostile.py is about a transport that fills several files
-        candidates = [f"kvxfer/{stem}", f"kvxfer/{stem[:-3]}/__init__.py", f"kvxfer/{stem[:-3]}.c"]
+        candidates = [f"kvxfer/{stem}", f"kvxfer/{stem[:-3]}/__init__.py"]
         candidates += [f"kvxfer/{folder}/__init__.py"] if name == "init" else []
-        candidates += [f"kvxfer/{folder}/transport_{begin}.c"]
+        # C files lie in folders of their own: native/ring.c is native/core/ring.c.
+        files = {f"{name}.c", f"transport_{begin}.c"}
+        candidates += [
+            path for path in sources if path.startswith(f"kvxfer/{folder}/") and path.rpartition("/")[2] in files
+        ]
     if any(name in sources for name in candidates):
         return []
     return [at(test, 1, f"mirrors no module (looked for {candidates[0]})")]

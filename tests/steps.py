@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.node.server import Server, embedded_config
-from kvxfer.worker.client import Client
+from kvxfer.client import Client
+from kvxfer.server import Server, embedded_config
 from tests.conftest import slack
 from tests.nodes import until
 

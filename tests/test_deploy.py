@@ -21,7 +21,7 @@ from kvxfer.addresses import parse_address
 from kvxfer.config import CONFIG_OPTIONS, Config, load
 from kvxfer.config.paths import SOCKET_NAME
 from kvxfer.doctor.probe_ascend import CONTROL_FILES, HCCN_CONF
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from tools import example_config
 
 ROOT = Path(__file__).resolve().parent.parent

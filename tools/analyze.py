@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 NATIVE, BENCH = ROOT / "kvxfer" / "native", ROOT / "kvxfer" / "bench"
 CLEAN = ROOT / "build" / "analyze"
-GENERATED = ("_shim.c", "api.csrc.c")
+GENERATED = ("api.csrc.c",)
 STANDARD = {".c": "-std=gnu11", ".cc": "-std=c++17"}
 OPTIONS = ("--analyze", "--analyzer-output", "text", "-Wall", "-Wextra", f"-I{NATIVE}")
 CHECKERS = ("security.FloatLoopCounter", "nullability", "optin.portability.UnixAPI")
@@ -37,7 +37,7 @@ def compiler() -> str:
 
 
 def sources() -> list[Path]:
-    found = [path for folder in (NATIVE, BENCH) for suffix in STANDARD for path in sorted(folder.glob(f"*{suffix}"))]
+    found = [path for folder in (NATIVE, BENCH) for suffix in STANDARD for path in sorted(folder.rglob(f"*{suffix}"))]
     return [path for path in found if path.name not in GENERATED]
 
 
@@ -45,7 +45,7 @@ def surroundings(clang: str) -> bytes:
     """Digest of all that a finding may depend on beside the file itself."""
     version = subprocess.run([clang, "--version"], capture_output=True, check=True).stdout
     digest = hashlib.sha256(version + Path(__file__).read_bytes())
-    for path in sorted([*NATIVE.glob("*.h"), *BENCH.glob("*.h")]):
+    for path in sorted([*NATIVE.rglob("*.h"), *BENCH.glob("*.h")]):
         digest.update(path.read_bytes())
     return digest.digest()
 

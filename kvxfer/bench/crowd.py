@@ -18,11 +18,11 @@ from typing import Any
 import uvloop
 
 from kvxfer.bench.target import POOL_NAME, answer
+from kvxfer.client import Client
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.memory.region import Region
-from kvxfer.node.server import Server, embedded_config
-from kvxfer.worker.client import Client
+from kvxfer.server import Server, embedded_config
 
 PUT_BYTES = 4096
 

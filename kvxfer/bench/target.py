@@ -18,9 +18,9 @@ import numpy.typing as npt
 import uvloop
 
 from kvxfer.bench.work import Layout, checksum, fill
+from kvxfer.client import local
 from kvxfer.errors import UsageError
 from kvxfer.native.engine import Event, EventKind
-from kvxfer.worker.client import local
 
 POOL_NAME, USER_NAME = "bench.pool", "bench.user"
 LEASE_S = 3600.0

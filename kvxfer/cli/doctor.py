@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and print; see `EPILOG` for the exit status."""
-    from kvxfer.worker.peer import as_node
+    from kvxfer.flows.peer import as_node
 
     if not 0 < args.timeout <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout must be a number of seconds up to {TIMEOUT_S_MAX}", value=args.timeout)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from kvxfer.client import Client, local
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Config, Loaded, load
 from kvxfer.config.options import nearest
@@ -31,11 +32,10 @@ from kvxfer.doctor.finding import State
 from kvxfer.doctor.judge_network import judge_toolkits
 from kvxfer.doctor.probe_peers import ask_status
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
+from kvxfer.flows.peer import as_node
 from kvxfer.native.facts import MemoryKind, TransportInfo
 from kvxfer.native.installed import installed
 from kvxfer.native.transports import names_of
-from kvxfer.worker.client import Client, local
-from kvxfer.worker.peer import as_node
 
 # What a daemon shares, by the kind of memory that it is in.
 PING_REGIONS = {MemoryKind.DRAM: "kvxfer.ping", MemoryKind.HBM: "kvxfer.ping.device"}

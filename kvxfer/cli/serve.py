@@ -20,7 +20,7 @@ import uvloop
 from kvxfer.cli.logs import configure_logging
 from kvxfer.cli.options import add_config_flags, load_from
 from kvxfer.config import Config
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 
 log = logging.getLogger("kvxfer.serve")
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from kvxfer.config import TRANSPORTS, Config
+from kvxfer.daemon.identity import package_version
 from kvxfer.doctor.facts import Program, Transport
 from kvxfer.errors import KvxferError
-from kvxfer.node.identity import package_version
 
 PACKAGES = ("cffi", "msgpack", "numpy", "prometheus-client", "uvloop")
 LOCAL = "loop"  # opens everywhere, so that an engine opens when nothing else does

@@ -1,2 +1,2 @@
 #include "api.h"
-#include "ascend.h"
+#include "ascend/ascend.h"

@@ -24,7 +24,7 @@
 #include <stdbool.h>
 
 #include "api.h"
-#include "blocks.h"
+#include "core/blocks.h"
 
 typedef struct kvx_core kvx_core;
 typedef struct kvx_op kvx_op;

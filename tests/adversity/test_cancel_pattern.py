@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.client import Client, local
 from kvxfer.errors import KvxferError
 from kvxfer.memory.region import Region
 from kvxfer.testing.nodes import two_nodes
-from kvxfer.worker.client import Client, local
 from tests.native.simulated import simulated
 
 FULL = os.environ.get("KVXFER_TEST_FULL") == "1"

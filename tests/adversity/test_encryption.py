@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.client import Client
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import ConfigError, EncryptionMismatch, PeerUnreachable, UsageError
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
-from kvxfer.worker.client import Client
 
 ROOT = Path(__file__).parents[2]
 TCP = {"transports": ("tcp",)}

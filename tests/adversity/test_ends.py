@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.client import Client
 from kvxfer.errors import ClosedError, ForkedClientError, KvxferError, UsageError, WrongThread
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry
-from kvxfer.worker.client import Client
 from tests.nodes import until
 from tests.steps import STEPS_MAX, cancelled_at, pair
 

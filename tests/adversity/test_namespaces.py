@@ -12,7 +12,7 @@ from kvxfer.config import Config
 from kvxfer.errors import AuthenticationError, KvxferError, LeaseExpired, NotAllowed, UnknownTransfer, WrongKey
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from tests.nodes import SECRET, Inbox, Worker, node, small, until, worker
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, DaemonUnavailable
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from tests.conftest import slack
 from tests.nodes import fast, small
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Becomes another user when everything is loaded: that user may not even read the interpreter.
 CHILD = """
 import asyncio, concurrent.futures.thread, json, os, sys
-from kvxfer.worker.client import Client
+from kvxfer.client import Client
 from kvxfer.config import Config
 path, uid, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 os.setgroups([]); os.setgid(uid); os.setuid(uid)

@@ -25,12 +25,12 @@ from kvxfer.config import load
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
+from kvxfer.flows.many import Group, Move
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.worker import serve
-from kvxfer.worker.many import Group, Move
 from tests.cases.actor_load import Load
 from tests.cases.actor_mail import Mail
 from tests.cases.actor_many import Many

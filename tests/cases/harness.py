@@ -35,7 +35,7 @@ GAUGES = ("inflight", "grants", "pinned", "quarantined", "quarantined_grants")
 
 
 def slow(transport: str, spec: str) -> dict[str, Any]:
-    """Worker options: this transport, with faults of the slowshim (`kvxfer/native/fault_plan.h` says which)."""
+    """Worker options: this transport, with faults of the slowshim (`kvxfer/native/test/fault_plan.h` says which)."""
     return {"transports": [f"fault+{transport}"], "fault_spec": spec}
 
 

@@ -8,8 +8,8 @@ import sys
 import time
 
 import kvxfer
+from kvxfer.client import Client
 from kvxfer.errors import KvxferError
-from kvxfer.worker.client import Client
 from tests.cases.facts import pattern
 from tests.cases.scale import scaled_s
 from tests.conftest import slack

@@ -17,10 +17,10 @@ import pytest
 
 import kvxfer
 from kvxfer.config import Config
+from kvxfer.daemon.gauges import ignore_fingerprint
 from kvxfer.errors import GeometryMismatch, KvxferError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, fingerprint_of
 from kvxfer.memory.region import KVCache
-from kvxfer.node.gauges import ignore_fingerprint
 from kvxfer.planner import Plan, contiguous_layout, plan
 from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.cases.facts import limit, within

@@ -11,8 +11,8 @@ import pytest
 import kvxfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import InjectedFault, IntegrityError, OutOfRange, PartialTransfer, RegistrationError, TooLarge
+from kvxfer.flows.many import Move
 from kvxfer.testing.nodes import two_nodes
-from kvxfer.worker.many import Move
 from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
 from tests.cases.scale import scaled

@@ -17,9 +17,9 @@ import pytest
 
 from kvxfer.addresses import parse_address
 from kvxfer.config import Config
+from kvxfer.daemon.acceptor import Acceptor
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import bound_address, listen_tcp
-from kvxfer.node.acceptor import Acceptor
 from kvxfer.testing.processes import Process
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message

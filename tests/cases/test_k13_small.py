@@ -13,11 +13,11 @@ import kvxfer
 from kvxfer.config import FRAME_OVERHEAD_BYTES, POSTING_BODY_BYTES_MAX, Config
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.flows.exchange import Posting
 from kvxfer.geometry import TABLE_BLOCKS_MAX, BlockTable
 from kvxfer.memory.region import Region
 from kvxfer.native.engine import OpKind
 from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
-from kvxfer.worker.exchange import Posting
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH, cluster
 from tests.cases.heartbeat import heartbeat

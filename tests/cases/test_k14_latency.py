@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.flows.mailboxes import SEND_BYTES_MAX, SENDS_MAX
 from kvxfer.testing.nodes import two_nodes
 from kvxfer.testing.worker import WorkerFailed
-from kvxfer.worker.mailboxes import SEND_BYTES_MAX, SENDS_MAX
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, Cluster, Side, cluster
 from tests.cases.heartbeat import heartbeat

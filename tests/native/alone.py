@@ -8,15 +8,16 @@ import subprocess
 from pathlib import Path
 from shutil import which
 
-NATIVE = Path(__file__).parents[2] / "kvxfer" / "native"
+from tests.native.sources import NATIVE, named
+
 FLAGS = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{NATIVE}")
 
 
 def compiled(directory: Path, name: str, more: str = "") -> ctypes.CDLL:
-    """``kvxfer/native/<name>.c``, and ``more``: C text for what it calls elsewhere."""
+    """The engine's ``<name>.c``, and ``more``: C text for what it calls elsewhere."""
     compiler = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
     assert compiler is not None, "a C compiler built the engine"
-    sources = [NATIVE / f"{name}.c"]
+    sources = [named(f"{name}.c")]
     if more:
         sources.append(directory / "more.c")
         sources[-1].write_text(more)

@@ -1,4 +1,4 @@
-"""A second implementation of what engines of one host say to each other (`kvxfer/native/shm.h`): hostile on request.
+"""A second implementation of what engines of one host say to each other (`native/shm/shm.h`): hostile on request.
 
 Blocking sockets with a time limit: the engine under test answers from a thread of its own.
 """

@@ -15,7 +15,7 @@ from tests.native.ascend_fakes import HIXL, HIXL_9_1, STRINGS
 
 NATIVE = Path(_shim.__file__).parent
 BUILT = NATIVE / f"_shim{sysconfig.get_config_var('EXT_SUFFIX')}"
-SOURCE = NATIVE / "ascend_hixl.cc"
+SOURCE = NATIVE / "ascend" / "ascend_hixl.cc"
 COMPILERS = [
     pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed"))
     for name in ("g++", "clang++")

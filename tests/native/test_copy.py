@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.native._shim import ffi, lib
+from tests.native.sources import NATIVE, named
 
 HERE = Path(__file__).parent
-NATIVE = HERE.parent.parent / "kvxfer" / "native"
 ALWAYS, NEVER = 0, 2**64 - 1
 GUARD = 256
 
@@ -90,7 +90,7 @@ def test_crc32c_goes_on_from_a_seed(first: bytes, second: bytes) -> None:
 def test_every_kernel_of_this_cpu(tmp_path: Path) -> None:
     """The program that `make check-aarch64` runs in an emulator: also kernels that this CPU has and does not choose."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "cc"
-    sources = [HERE / "aarch64" / "check.c", NATIVE / "auth.c", NATIVE / "stream.c"]
+    sources = [HERE / "aarch64" / "check.c", named("auth.c"), named("stream.c")]
     flags = ["-std=gnu11", "-O2", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}"]
     subprocess.run([compiler, *flags, "-o", str(tmp_path / "check"), *map(str, sources)], check=True)
     done = subprocess.run([str(tmp_path / "check")], capture_output=True, text=True, timeout=60, check=False)

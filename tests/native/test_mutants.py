@@ -16,6 +16,7 @@ from tests.native.mutants import build
 from tests.native.mutants.mutations import ALL, CANCEL, Mutation
 from tests.native.mutants.run import Player
 from tests.native.simulated import environment
+from tests.native.sources import named
 
 pytestmark = pytest.mark.slow
 PATTERNS = "tests.adversity.test_cancel_pattern"
@@ -117,7 +118,7 @@ def test_without_a_bug_all_is_well(
 
 def test_a_bug_that_does_not_fit_its_file_any_more_is_told() -> None:
     name, known = next(iter(CANCEL.items()))
-    text = (build.NATIVE / known.file).read_text()
+    text = named(known.file).read_text()
     for changes in ((("nowhere\n", ""),), (("return", ""),)):
         with pytest.raises(build.NotThere, match=name):
             build.changed(text, name, Mutation(known.file, changes))

@@ -91,7 +91,7 @@ async def test_an_answer_in_clear_is_not_taken() -> None:
 
 def test_both_change_keys_after_as_many_records() -> None:
     """A million, which would take too long to play."""
-    text = Path(__file__).parents[2].joinpath("kvxfer", "native", "seal.h").read_text()
+    text = Path(__file__).parents[2].joinpath("kvxfer", "native", "proto", "seal.h").read_text()
     assert f"#define KVX_SEAL_RECORDS_MAX (1u << {sealed.RECORDS_MAX.bit_length() - 1})" in text
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.daemon.acceptor import Acceptor
 from kvxfer.errors import (
     AuthenticationError,
     BusyError,
@@ -32,7 +33,6 @@ from kvxfer.errors import (
 )
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import MESSAGES_PER_TURN, Link, LinkFacts
-from kvxfer.node.acceptor import Acceptor
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.faults import error_reply

@@ -17,7 +17,7 @@ from kvxfer.deadline import Deadline
 from kvxfer.errors import AuthenticationError, ClosedError, KvxferError, PeerDraining, PeerLost, PeerUnreachable
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from tests.adversity.attacker import shout
 from tests.certificates import Authority, Files

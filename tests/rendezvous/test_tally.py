@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.rendezvous.tally import BUCKETS_S, Tally
 from kvxfer.wire import messages as m
-from tests.node.test_metrics import parse, scrape, value
+from tests.daemon.test_metrics import parse, scrape, value
 from tests.nodes import Worker, node, until, worker
 
 

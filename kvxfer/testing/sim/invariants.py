@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.dataplane.transfer import RUNNING, Transfer
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from kvxfer.testing.sim.loop import PROCESS
 from kvxfer.wire.messages import GiveUp
 
 if TYPE_CHECKING:
+    from kvxfer.client import Client
     from kvxfer.memory.region import KVCache
     from kvxfer.testing.sim.data import Grant, Op
     from kvxfer.testing.sim.engine import SimEngine
     from kvxfer.testing.sim.loop import Process
     from kvxfer.testing.sim.world import Daemon, Worker, World
-    from kvxfer.worker.client import Client
 
 VIOLATIONS_MAX = 20
 LEASE_SLACK_S = 0.05  # a timer of the loop has this long to notice a lease that ran out

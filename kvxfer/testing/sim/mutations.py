@@ -10,15 +10,18 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvxfer.client import Client
+from kvxfer.daemon.confirming import Confirmations
+from kvxfer.daemon.landing import LandingPool
+from kvxfer.daemon.pool import Pool
+from kvxfer.daemon.settling import Settlements
 from kvxfer.dataplane import reach as reach_module
 from kvxfer.dataplane.admission import Admission
 from kvxfer.dataplane.line import Line
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
-from kvxfer.node.confirming import Confirmations
-from kvxfer.node.landing import LandingPool
-from kvxfer.node.pool import Pool
-from kvxfer.node.settling import Settlements
+from kvxfer.flows.offer import Landing
+from kvxfer.flows.untold import Untold
 from kvxfer.rendezvous import book as book_module
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.mailbox import Mailboxes
@@ -26,9 +29,6 @@ from kvxfer.rendezvous.postings import Claim, Posting
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.testing.sim.engine import SimEngine
 from kvxfer.wire.session import HANDSHAKE, Session
-from kvxfer.worker.client import Client
-from kvxfer.worker.offer import Landing
-from kvxfer.worker.untold import Untold
 
 Change = tuple[Any, str, Any]  # owner, name, what stands there instead
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.client import Client
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import InternalError, KvxferError, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
@@ -27,7 +28,6 @@ from kvxfer.testing.sim.data import FLOW
 from kvxfer.testing.sim.invariants import Cache
 from kvxfer.testing.sim.loop import run_in
 from kvxfer.testing.sim.world import Worker, World
-from kvxfer.worker.client import Client
 
 BLOCKS = 24
 GEOMETRY = Geometry(

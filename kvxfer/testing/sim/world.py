@@ -21,18 +21,21 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from kvxfer import server as server_module
+from kvxfer.client import Client
 from kvxfer.config import Config
 from kvxfer.config.paths import daemon_socket
+from kvxfer.daemon import landing_memory as landing_module
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import KvxferError
+from kvxfer.flows import life as life_module
+from kvxfer.flows.control import Control
 from kvxfer.memory.region import Region
 from kvxfer.native.facts import EngineConfig
 from kvxfer.net import link as link_module
 from kvxfer.net.link import Link
-from kvxfer.node import landing_memory as landing_module
-from kvxfer.node import server as server_module
-from kvxfer.node.server import Server
+from kvxfer.server import Server
 from kvxfer.tasks import TaskOwner
 from kvxfer.testing.sim.data import FLOW, Rows
 from kvxfer.testing.sim.engine import SimEngine
@@ -42,9 +45,6 @@ from kvxfer.testing.sim.loop import PROCESS, Process, SimLoop, current, run_in
 from kvxfer.testing.sim.network import Host, Listener, Network
 from kvxfer.testing.sim.versions import Speech, Versions
 from kvxfer.wire.messages import Settle
-from kvxfer.worker import life as life_module
-from kvxfer.worker.client import Client
-from kvxfer.worker.control import Control
 
 LAST_EVENTS = 60
 CLOCKS_S = (-900.0, 100_000.0)  # by which the clocks of hosts differ from the world's

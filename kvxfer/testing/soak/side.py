@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.client import Client
 from kvxfer.config import load
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
 from kvxfer.testing.nodes import make_cache, small_geometry
 from kvxfer.testing.soak.ledger import Bytes, Pieces, Wrongs
-from kvxfer.worker.client import Client
 
 BLOCKS = 320  # as many as all flows at once may want
 GEOMETRY = small_geometry(kv_heads=4, kv_heads_total=4, head_size=32)  # 8 KiB per block, part and layer

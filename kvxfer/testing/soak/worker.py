@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.client import Client
 from kvxfer.dataplane.transfer import RUNNING, Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError, UnknownRegion
@@ -20,7 +21,6 @@ from kvxfer.testing.soak.choices import Flow
 from kvxfer.testing.soak.ledger import FREE_BYTE
 from kvxfer.testing.soak.side import BLOCKS, REST_S, SOURCE_BYTES, SPAN_BYTES, Side, noise, request_bytes, table_of
 from kvxfer.testing.worker import serve
-from kvxfer.worker.client import Client
 
 AT_ONCE = 32
 LEASE_S = 1.5  # of what nobody may come for

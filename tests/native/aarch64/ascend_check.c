@@ -10,7 +10,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "ascend.h"
+#include "ascend/ascend.h"
 #include "status.h"
 
 #define BLOCK  (UINT64_C(64) << 10)

@@ -3,13 +3,13 @@
  * also the one that this CPU would not choose.
  *
  *     check [need-kernels]     with the argument, a CPU for which only the plain kernels fit is a failure */
-#include "copy.c"
+#include "memory/copy.c"
 
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "stream.h"
+#include "proto/stream.h"
 
 #define GUARD 256u
 #define ROOM  (UINT64_C(1) << 18)

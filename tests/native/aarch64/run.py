@@ -25,11 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.native import build_shim
 from tests.native.sanitize import run as sanitize
+from tests.native.sources import NATIVE, compiled, headers, named
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
-NATIVE = ROOT / "kvxfer" / "native"
 TESTS = ROOT / "tests" / "native"
 BUILD = TESTS / "build" / "aarch64"
 
@@ -116,10 +117,12 @@ def native_units() -> list[Unit]:
     include = f"-I{NATIVE}"
     c = ("-std=gnu11", *OPTIMISED, *WARNINGS, *STRICT, include)
     python = ("-std=gnu11", "-O1", "-fPIC", *WARNINGS, include, "-isystem", sysconfig.get_path("include"))
-    sources = [source for source in sorted(NATIVE.glob("*.c")) if source.name != "api.csrc.c"]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "_shim.c").write_bytes(build_shim.generate())
+    sources = [*compiled(".c"), BUILD / "_shim.c"]
     units = [Unit(source, python if source.name == "_shim.c" else c) for source in sources]
     cxx = ("-std=c++17", *OPTIMISED, *WARNINGS, *STRICT, include)
-    return units + [Unit(source, cxx) for source in sorted(NATIVE.glob("*.cc"))]
+    return units + [Unit(source, cxx) for source in compiled(".cc")]
 
 
 def other_units() -> list[Unit]:
@@ -132,8 +135,8 @@ def other_units() -> list[Unit]:
 def compile_all(units: list[Unit]) -> list[Unit]:
     """Compile what changed."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    headers = [*NATIVE.glob("*.h"), *NATIVE.glob("*.cdef.h"), *TESTS.glob("*/*.h"), Path(__file__)]
-    newest = max(path.stat().st_mtime for path in headers)
+    around = [*headers(), *TESTS.glob("*/*.h"), Path(__file__)]
+    newest = max(path.stat().st_mtime for path in around)
 
     def one(unit: Unit) -> None:
         if unit.object.exists() and unit.object.stat().st_mtime >= max(unit.source.stat().st_mtime, newest):
@@ -187,12 +190,12 @@ def check_code(units: list[Unit]) -> str:
 
 
 def check_kernels() -> str:
-    sources = [HERE / "check.c", NATIVE / "auth.c", NATIVE / "stream.c"]
+    sources = [HERE / "check.c", named("auth.c"), named("stream.c")]
     return call(emulated(program("check", sources, [NATIVE]), "need-kernels"))
 
 
 def fuzz(name: str) -> str:
-    sources = [TESTS / "fuzz" / f"{name}.c", *(NATIVE / file for file in ("stream.c", "auth.c", "copy.c"))]
+    sources = [TESTS / "fuzz" / f"{name}.c", *map(named, ("stream.c", "auth.c", "copy.c"))]
     made = program(name, sources, [NATIVE, TESTS / "fuzz"])
     said = call(emulated(made, str(FUZZ_SECONDS), "1"))
     if int(said.split()[0]) < 10:
@@ -229,7 +232,7 @@ def check_ascend(units: list[Unit], variant: str, abi: int, toolkit: str) -> str
     """Our loader and table over the simulated libraries: names and layouts are right on this architecture too."""
     unit = Unit(HERE / "ascend_check.c", ("-std=gnu11", *OPTIMISED, *WARNINGS, *STRICT, f"-I{NATIVE}"))
     compile_all([unit])
-    engine = [one.object for one in units if one.source.parent == NATIVE and one.source.name != "_shim.c"]
+    engine = [one.object for one in units if one.source.is_relative_to(NATIVE)]
     made = link("ascend_check", [unit.object, *engine], plus=True)
     with tempfile.TemporaryDirectory(prefix="kvx") as directory:
         environment = {"KVXFER_CANN_LIBDIR": str(simulated(variant, abi)), "KVXFER_SIM_DIR": directory}

@@ -13,8 +13,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.native.sources import NATIVE, headers, matching
+
 HERE = Path(__file__).parent
-NATIVE = HERE.parent.parent.parent / "kvxfer" / "native"
 BUILD = HERE.parent / "build" / "fuzz"
 CRASHES = BUILD / "crashes"
 SANITIZERS = "-fsanitize=fuzzer,address,undefined"
@@ -82,11 +83,11 @@ def built(target: Target) -> Path:
     """The program, compiled again when a source is newer than it. One process at a time."""
     clang = compiler()
     BUILD.mkdir(parents=True, exist_ok=True)
-    sources = [HERE / f"{target.name}.c", *(path for one in target.sources for path in sorted(NATIVE.glob(one)))]
+    sources = [HERE / f"{target.name}.c", *(path for one in target.sources for path in matching(one))]
     binary = BUILD / target.name
     with (BUILD / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        newest = max(one.stat().st_mtime for one in [*sources, *NATIVE.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
+        newest = max(one.stat().st_mtime for one in [*sources, *headers(), *HERE.glob("*.h"), Path(__file__)])
         if not binary.exists() or binary.stat().st_mtime < newest:
             made = binary.with_suffix(".new")
             command = [clang, *FLAGS, f"-I{NATIVE}", f"-I{HERE}", "-o", str(made), *map(str, sources)]

@@ -5,7 +5,7 @@
 #ifndef KVX_FUZZ_CORE_H
 #define KVX_FUZZ_CORE_H
 
-#include "device_memory.h"
+#include "memory/device_memory.h"
 #include "fuzz.h"
 #include "transport.h"
 

@@ -5,7 +5,7 @@
 #ifndef KVX_FUZZ_FRAMES_H
 #define KVX_FUZZ_FRAMES_H
 
-#include "stream.h"
+#include "proto/stream.h"
 
 /* clang-format off */
 #define FUZZ_FRAME_FIELDS(X) \

@@ -6,7 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "hixl.h"
+#include "hixl/hixl.h"
 #include "fuzz_frames.h"
 
 #define DEVICES 2

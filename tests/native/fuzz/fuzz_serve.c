@@ -15,13 +15,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "ascend.h"
+#include "ascend/ascend.h"
 #include "fuzz.h"
 #include "fuzz_core.h"
 #include "fuzz_frames.h"
-#include "stream.h"
+#include "proto/stream.h"
 #ifdef SEALED
-#include "seal.h"
+#include "proto/seal.h"
 #endif
 
 /* -- there are no cards ------------------------------------------------------------------------------------------ */

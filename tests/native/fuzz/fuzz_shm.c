@@ -16,7 +16,7 @@
 
 #include "fuzz.h"
 #include "fuzz_core.h"
-#include "shm.h"
+#include "shm/shm.h"
 
 #define HANDLES 6
 

@@ -5,7 +5,7 @@
  * point, so that the fuzzer gets past the magic number without knowing it. */
 #include "fuzz.h"
 #include "fuzz_frames.h"
-#include "stream.h"
+#include "proto/stream.h"
 
 #define BYTES_MAX (1 << 16)
 #define FRAME_MAX KVX_STREAM_FRAME_MIN

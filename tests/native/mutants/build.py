@@ -15,15 +15,15 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.native import sources
 from tests.native.mutants.mutations import ALL, SEAL_RECORDS_MAX, Mutation
+from tests.native.sources import NATIVE, headers, named
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
-NATIVE = ROOT / "kvxfer" / "native"
 BUILD = HERE.parent / "build" / "mutants"
-PRODUCT = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "kvxfer" / "native"
+PRODUCT = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 STANDARDS = {".c": "-std=gnu11", ".cc": "-std=c++17"}
-NOT_COMPILED_ALONE = {"api.csrc.c"}
 FLAGS = ["-O0", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", f"-I{NATIVE}", f"-I{HERE}"]
 MUTANT = [
     *("-include", str(HERE / "mutant.h")),
@@ -49,7 +49,7 @@ def changed(text: str, name: str, mutation: Mutation) -> str:
 
 def mutated(file: str) -> str:
     """The text of a file with all its bugs."""
-    text = (NATIVE / file).read_text()
+    text = named(file).read_text()
     for name, mutation in ALL.items():
         if mutation.file == file:
             text = changed(text, name, mutation)
@@ -77,34 +77,35 @@ def newer(target: Path, *sources: Path) -> bool:
     return target.exists() and all(target.stat().st_mtime > one.stat().st_mtime for one in sources)
 
 
-def as_it_is(source: Path, headers: list[Path]) -> Path:
+def as_it_is(source: Path, around: list[Path]) -> Path:
     """The object of a file that no mutation changes."""
-    for target in (PRODUCT / f"{source.stem}.o", BUILD / f"{source.stem}.o"):
-        if newer(target, source, *headers):
+    for target in (PRODUCT / source.relative_to(ROOT).with_suffix(".o"), BUILD / f"{source.stem}.o"):
+        if newer(target, source, *around):
             return target
     return compiled(source, target)
 
 
-def with_bugs(file: str, headers: list[Path]) -> Path:
+def with_bugs(file: str, around: list[Path]) -> Path:
     """The object of one that some do."""
     copy, target = BUILD / f"mutated_{file}", BUILD / f"mutated_{Path(file).stem}.o"
     text = mutated(file)
     if not copy.exists() or copy.read_text() != text:
         copy.write_text(text)
-    return target if newer(target, copy, Path(__file__), *headers) else compiled(copy, target, *MUTANT)
+    return target if newer(target, copy, Path(__file__), *around) else compiled(copy, target, *MUTANT)
 
 
 def built() -> Path:
     """The module, made again when anything is newer. One process at a time."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    headers = list(NATIVE.glob("*.h"))
-    ours = [*headers, *HERE.glob("*.h")]
+    everywhere = headers()
+    ours = [*everywhere, *HERE.glob("*.h")]
     files = {mutation.file for mutation in ALL.values()}
-    plain = [path for suffix in STANDARDS for path in sorted(NATIVE.glob(f"*{suffix}")) if path.name not in files]
+    plain = [path for suffix in STANDARDS for path in sources.compiled(suffix) if path.name not in files]
+    plain.append(ROOT / "build" / "shim" / "_shim.c")
     with (BUILD / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         jobs = [pool.submit(with_bugs, file, ours) for file in sorted(files)]
-        jobs += [pool.submit(as_it_is, path, headers) for path in plain if path.name not in NOT_COMPILED_ALONE]
+        jobs += [pool.submit(as_it_is, path, everywhere) for path in plain]
         jobs += [pool.submit(as_it_is, HERE / "mutant.c", ours)]
         objects = [job.result() for job in jobs]
         module = BUILD / "_shim.so"

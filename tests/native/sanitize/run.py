@@ -83,9 +83,12 @@ def build(sanitizer: str) -> Path:
 
 
 def compile_all(sanitizer: str, folder: Path) -> Path:
-    sources = [path for path in sorted(NATIVE.glob("*.c")) if path.name not in ("_shim.c", "api.csrc.c")]
-    sources += [*sorted(NATIVE.glob("*.cc")), *sorted(HERE.glob("*.c"))]
-    newest_header = max(path.stat().st_mtime for path in [*NATIVE.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
+    sources = [
+        *(path for path in sorted(NATIVE.rglob("*.c")) if path.name != "api.csrc.c"),
+        *sorted(NATIVE.rglob("*.cc")),
+    ]
+    sources += sorted(HERE.glob("*.c"))
+    newest_header = max(path.stat().st_mtime for path in [*NATIVE.rglob("*.h"), *HERE.glob("*.h"), Path(__file__)])
     flags = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
     flags += ["-O1", "-pthread", f"-I{NATIVE}", *WARNINGS]
     flags += ["-DKVX_SEAL_RECORDS_MAX=7"]  # so that keys change all the time

@@ -1,0 +1,432 @@
+"""`Client`: what an inference worker uses. Regions, one-sided put and get, push, pull, small messages.
+
+A client has one engine (the data plane inside this process) and one link to its node's daemon. All methods belong to
+the event loop in which the client was entered. Every timeout is in seconds and finite; the default is the
+configuration's `timeout_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from kvxfer.dataplane.plane import DataPlane, Part
+from kvxfer.dataplane.transfer import Transfer
+from kvxfer.deadline import Deadline, seconds
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor
+from kvxfer.errors import (
+    AccessDenied,
+    UsageError,
+)
+from kvxfer.flows.adopt import Adoption
+from kvxfer.flows.life import ClientLife
+from kvxfer.flows.many import Group, Move, check_moves
+from kvxfer.flows.notifications import Notifications
+from kvxfer.flows.offer import Landing
+from kvxfer.flows.peer import Peer, as_node
+from kvxfer.flows.publish import Publication
+from kvxfer.flows.pull import Pull, Pulled, release_unread
+from kvxfer.flows.push import Push
+from kvxfer.flows.sharing import Share, lookup_descriptor, share_region
+from kvxfer.flows.tickets import AnyTicket, as_ticket, as_tickets
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.allocation import check_device, kind_of, wish
+from kvxfer.memory.region import KVCache, Region, Span, check_span
+from kvxfer.memory.registering import register_all
+from kvxfer.memory.sources import at_address, borrow
+from kvxfer.native.engine import OpKind
+
+Node = str | Sequence[str]
+MEMORY_BYTES_PER_S = 256 << 20  # a slow driver's: memory is pinned, touched and zeroed page by page
+RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again does not count twice
+
+
+class Client(ClientLife):
+    """``async with kvxfer.Client() as client``: connected to the daemon of this node.
+
+    ``socket`` is the daemon's Unix socket; by default it is looked for in the configured socket directory. Raises
+    `DaemonUnavailable` when nobody serves it.
+    """
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    async def alloc(
+        self,
+        length: int,
+        *,
+        memory: str = "dram",
+        device: int | str | None = None,
+        group: Sequence[int] | None = None,
+        numa_node: int | str | None = None,
+        spill: str | None = None,
+        timeout: float | None = None,
+    ) -> Region:
+        """``length`` bytes that peers can reach.
+
+        Without more: shareable memory of this host (hugepages when there are any), touched once; ``region.array`` is
+        it, and peers on this host reach it without a system call per transfer. ``memory="hbm"`` with a ``device``:
+        memory of that accelerator, which holds whatever was in it before; ``spill="dram"`` lets pinned host memory take
+        its place when the device is full (``region.info.spilled``). ``memory="dram"`` with a ``device``: host memory
+        that the accelerator's driver pins. ``device="auto"`` takes the least loaded of ``group`` (None: of all).
+        ``numa_node`` binds host memory to a node; "auto": the device's, else that of the calling thread.
+
+        After ``timeout`` seconds (None: `timeout_s`, and a second for each 256 MiB) it is a `TransferTimeout`, and what
+        the driver allocates after all is given back.
+
+        Raises `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
+        `InvalidLength`, and `TransportUnavailable` when there is no such device or no library for it.
+        """
+        check_span(0, length, U64_MAX, "alloc")
+        plane = self.plane
+        assert self._allocator is not None
+        wanted = wish(length, memory, device, group, numa_node, spill)
+        info = await self._allocator.alloc(wanted, self._memory_deadline(timeout, length))
+        if info.on_device:
+            return Region(plane, info, None, None)
+        view = plane.engine.buffer(info)
+        return Region(plane, info, np.frombuffer(view, dtype=np.uint8), view)
+
+    async def register(
+        self,
+        source: Any = None,
+        *,
+        address: int | None = None,
+        length: int | None = None,
+        memory: str = "dram",
+        device: int | None = None,
+        timeout: float | None = None,
+    ) -> Region:
+        """Make memory that the caller owns reachable: a numpy array, a tensor on the CPU or on an accelerator, DLPack,
+        or anything with a buffer; or ``length`` bytes from ``address`` on, which the caller keeps alive.
+
+        ``memory="hbm"`` with a ``device`` says that an address is on that accelerator: it must be a whole allocation,
+        aligned to 2 MiB, else `AlignmentError`. Host memory with a ``device`` must come from that driver's allocator.
+        The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
+        overlap is an `OverlapError` that names the region in the way. ``timeout`` is as in `alloc`.
+        """
+        plane = self.plane
+        if source is None:
+            found = at_address(address, length, kind_of(memory, device), device)
+        elif address is not None or length is not None:
+            raise UsageError("register takes an object, or an address with a length", field="address")
+        else:
+            found = borrow(source, device=None if device is None else check_device(device))
+            if memory != "dram" and memory != found.kind.word:
+                raise UsageError("this object is in other memory", memory=memory, found=found.kind.word)
+        assert self._allocator is not None
+        info = await self._allocator.register(found, self._memory_deadline(timeout, found.length))
+        return Region(plane, info, found.array, found.owner)
+
+    def _memory_deadline(self, timeout: float | None, length: int) -> Deadline:
+        return Deadline.after(self.config.timeout_s + length / MEMORY_BYTES_PER_S if timeout is None else timeout)
+
+    async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
+        """`register` for each of them, or for none: what was registered before one failed is given back.
+
+        Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
+        what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
+        """
+        made = await register_all(
+            lambda source: self.register(source, device=device), sources, self._reporter.not_registered
+        )
+        self._reporter.registered()
+        return made
+
+    @property
+    def unready(self) -> str:
+        """Why this client should not be given work now; empty when it can work."""
+        if self._plane is None:
+            return "the client is not open"
+        if not self.control.connected:
+            return "there is no link to the daemon"
+        return self._reporter.registration_failed
+
+    # -- one-sided ------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        source: Region | Span,
+        target: RemoteDescriptor,
+        *,
+        target_offset: int = 0,
+        timeout: float | None = None,
+        visible: bool = False,
+        notify: int = 0,
+    ) -> Transfer:
+        """Write ``source`` into the memory that ``target`` describes, from ``target_offset`` on.
+
+        Awaiting the transfer resolves when the owner's memory holds the bytes; with ``visible=True`` when the owner has
+        also been told (see `notifications`; it receives ``notify``, 0 to 2^64-1).
+        """
+        if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
+            raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
+        plane = self.plane
+        part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
+        return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
+
+    def get(
+        self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
+    ) -> Transfer:
+        """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
+        plane = self.plane
+        part = self._part(plane, OpKind.GET, target, source, source_offset)
+        return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
+
+    def put_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Write many spans, each ``Move(local, remote, remote_offset)``, and learn of each whether it arrived.
+
+        Awaiting the group raises `PartialTransfer` when only some did; ``group.retry_failed()`` moves the others again.
+        With ``atomic=True`` the first failure ends all and the whole group has failed.
+        """
+        return self._many(OpKind.PUT, moves, atomic, timeout)
+
+    def get_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+        """Read many spans; see `put_many`."""
+        return self._many(OpKind.GET, moves, atomic, timeout)
+
+    def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None) -> Group:
+        def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
+            # Nothing begins before all of them make sense.
+            plane = self.plane
+            parts = [self._part(plane, kind, move.local, move.remote, move.remote_offset) for move in these]
+            left = self._limit(limit)
+            return [plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
+
+        return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
+
+    def _part(
+        self,
+        plane: DataPlane,
+        kind: OpKind,
+        local: Region | Span,
+        remote: RemoteDescriptor,
+        remote_offset: int,
+        notify: tuple[int, int] | None = None,
+    ) -> Part:
+        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
+        if isinstance(local, Span):
+            region, offset, length = local.region, local.offset, local.length
+        elif isinstance(local, Region):
+            region, offset, length = local, 0, local.length
+        else:
+            raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
+        region.require(plane)
+        if not isinstance(remote, RemoteDescriptor):
+            hint = "RemoteDescriptor.from_dict makes one of a dict"
+            raise UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
+        check_span(remote_offset, length, remote.length, "the remote memory")
+        if not remote.access & right:
+            raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
+        return Part(
+            kind=kind,
+            region=region.id,
+            descriptor=remote,
+            span=(offset, remote_offset, length),
+            notify=notify,
+            check=self.config.integrity,
+        )
+
+    def notifications(self, descriptor: RemoteDescriptor) -> Notifications:
+        """What peers tell through one of our own descriptors (``put(..., visible=True)``): an async iterator of
+        values.
+        """
+        return Notifications(self, descriptor)
+
+    # -- nodes, names, messages -------------------------------------------------------------------------------
+
+    async def connect(self, node: Node, *, timeout: float | None = None) -> Peer:
+        """Reach a node now (so that the first transfer does not have to) and return a handle for it."""
+        peer = Peer(self, as_node(node))
+        await peer.ping(timeout=timeout)
+        return peer
+
+    async def send(self, node: Node, channel: str, data: bytes, *, timeout: float | None = None) -> None:
+        """Put a small message into a channel of another node's mailbox; returns when it is there."""
+        await self._boxes.send(as_node(node), channel, data, self.deadline(timeout))
+
+    async def recv(self, channel: str, *, timeout: float | None = None) -> bytes:
+        """The next message of a channel of this node."""
+        return await self._boxes.recv(channel, self.deadline(timeout))
+
+    async def share(
+        self,
+        region: Region,
+        name: str,
+        access: str = "rw",
+        *,
+        lease_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Share:
+        """Give a region a name under which other nodes find its descriptor (`lookup`)."""
+        return await share_region(self, region, name, access, self._lease(lease_s), self.deadline(timeout))
+
+    async def lookup(
+        self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
+    ) -> RemoteDescriptor:
+        """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
+        wait_s = seconds(wait_s, "wait_s", least=0.0)
+        return await lookup_descriptor(self, as_node(node), name, wait_s, self.deadline(timeout))
+
+    # -- whole caches -----------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        timeout: float | None = None,
+        sources: int | None = None,
+        private: bool = False,
+    ) -> Landing:
+        """Decode: "request R may land in these blocks". Unclaimed, it runs out after ``lease_s``; in all after
+        ``timeout``.
+
+        Pushes from unlike ranks (other heads, layers or tokens of the request) write it together, at the same time; it
+        is committed when they cover every byte. ``sources``: how many there will be at most, so that what is missing
+        then is an error at once and not at the deadline. With ``private`` the offer is found by its ticket only
+        (`Landing.ticket`): no other client can fill it, or be in its way, by using the same id.
+        """
+        return Landing(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self._lease(lease_s),
+            timeout=self._timeout(timeout),
+            check=self.config.integrity,
+            sources=sources,
+            private=private,
+        )
+
+    def push(
+        self,
+        request: AnyTicket,
+        *,
+        to: Node | None = None,
+        cache: KVCache,
+        table: BlockTable,
+        wait_s: float | None = None,
+        timeout: float | None = None,
+        land: bool = False,
+    ) -> Push:
+        """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
+
+        ``request`` is the request's id; without ``to`` it is the ticket of the offer (`Landing.ticket`, also as a dict
+        or JSON). Of several pushes into one offer each writes what it has: see `offer` and `Push.covered`. A part that
+        another push writes already is an `OverlapError`, nothing in common a `GeometryMismatch`.
+
+        With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
+        takes them over with `adopt`. A full pool is a `BusyError`, at once or after ``wait_s`` in line.
+        """
+        limit = self._timeout(timeout)
+        if wait_s is None:
+            wait_s = 0.0 if land else limit
+        ticket = as_ticket(request) if to is None else None
+        if ticket is not None and land:
+            raise UsageError("a push that lands names a node, not a ticket", field="to")
+        return Push(
+            self,
+            _request_id(request if ticket is None else ticket.request_id),
+            to=as_node(to or ()) if ticket is None else ticket.addresses,
+            ticket=ticket,
+            cache=cache,
+            table=table,
+            wait_s=seconds(wait_s, "wait_s", least=0.0),
+            timeout=limit,
+            land=land,
+        )
+
+    def publish(
+        self,
+        request_id: str,
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        lease_s: float | None = None,
+        consumers: int = 1,
+        retryable: bool = False,
+        timeout: float | None = None,
+    ) -> Publication:
+        """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``.
+
+        A consumer that died, failed or was cancelled counts like one that has read: when the last one has ended, so has
+        the publication, and its blocks are free. With ``retryable=True`` only those who have read or released it count,
+        and others may come in place of the rest until the lease ends. ``timeout``: for the ticket to be made.
+        """
+        return Publication(
+            self,
+            _request_id(request_id),
+            cache,
+            table,
+            lease_s=self._lease(lease_s),
+            consumers=consumers,
+            retryable=retryable,
+            timeout=self._timeout(timeout),
+            check=self.config.integrity,
+        )
+
+    async def pull(
+        self,
+        ticket: AnyTicket | Sequence[AnyTicket],
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        timeout: float | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Pulled:
+        """Decode: fetch what a ticket names into these blocks, or what several hold together (tensor-parallel ranks,
+        pipeline stages, pieces of the context): one request with one outcome, each element read once.
+
+        ``on_layer`` is called with each layer's index in ``cache``, in order, as it becomes complete. Raises
+        `GeometryMismatch`, and moves nothing, when a part of the blocks is held by none of the tickets. When one source
+        fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's place in the list.
+        """
+        limit = self._timeout(timeout)
+        return await Pull(self, as_tickets(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+
+    async def release(self, ticket: AnyTicket, *, timeout: float | None = None) -> None:
+        """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
+
+        Counts as one consumer, however often it is called; does nothing when the ticket is over already.
+        """
+        found = as_ticket(ticket)
+        if found.posting in self._released:
+            return
+        self._released[found.posting] = None
+        while len(self._released) > RELEASED_MAX:
+            self._released.popitem(last=False)
+        try:
+            await release_unread(self, found, self.deadline(timeout))
+        except BaseException:
+            self._released.pop(found.posting, None)  # it may be tried again
+            raise
+
+    def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
+        """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""
+        limit = self._timeout(timeout)
+        wait = limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0)
+        return Adoption(self, _request_id(request_id), wait_s=wait, timeout=limit)
+
+
+def _request_id(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise UsageError("request_id must be 1 to 256 characters", field="request_id", value=repr(value)[:40])
+    return value
+
+
+@asynccontextmanager
+async def local(**options: Any) -> AsyncIterator[Client]:
+    """A client with its daemon in this process: no set-up, loopback only. ``options`` are configuration values."""
+    from kvxfer.server import Server, embedded_config
+
+    config = embedded_config(**options)
+    async with Server(config, embedded=True) as server, Client(server.socket_path, config=config) as client:
+        yield client

@@ -1,0 +1,481 @@
+"""From messages to decisions and back: what a daemon does when a link says something.
+
+The idea: nothing is decided here. Each kind of message has one entry in a table that calls the registry, the landing
+pool or the forwarder; what they return is a list of actions, executed in order, each of them one message on one link.
+The daemon itself takes part under the name `SELF`, so that its own postings follow the same rules as everybody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+from kvxfer.config import Config
+from kvxfer.daemon.reports import Reports
+from kvxfer.errors import (
+    AccessDenied,
+    KvxferError,
+    NotAllowed,
+    PeerBackpressure,
+    PeerDraining,
+    UnknownMessage,
+    UsageError,
+)
+from kvxfer.net.link import Link
+from kvxfer.net.queues import Queues
+from kvxfer.rendezvous import actions as act
+from kvxfer.rendezvous.registry import Registry
+from kvxfer.rendezvous.shares import Shares
+from kvxfer.wire import boxes, claims
+from kvxfer.wire import messages as m
+from kvxfer.wire.codec import Message
+from kvxfer.wire.faults import error_reply
+
+SELF = "this daemon"
+
+log = logging.getLogger("kvxfer.server")
+
+
+class Forwarding(Protocol):
+    """What goes to other nodes."""
+
+    def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None: ...
+    def settle(self, action: act.SettleElsewhere) -> None: ...
+    def give_up(self, link: Link, request: int) -> bool: ...
+    def forget(self, link: Link) -> None: ...
+    def confirm(self, action: act.Confirm) -> None: ...
+    def on_confirm(self, link: Link, message: m.Confirm) -> None: ...
+
+
+class Landings(Protocol):
+    """The landing pool."""
+
+    def land(self, link: Link, message: m.Land) -> None: ...
+    def give_up(self, link: Link, request: int) -> None: ...
+    def drain(self) -> None: ...
+    def on_event(self, event: act.Notify) -> None: ...
+
+
+class Dispatcher:
+    """Messages of all links of one daemon. ``own_addresses`` are those under which peers dial this very daemon."""
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        *,
+        node_id: str,
+        clock: Callable[[], float],
+        status: Callable[[], bytes],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._config = config
+        self._node_id = node_id
+        self._clock = clock
+        self._status = status
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._idle: asyncio.Event | None = None
+        self.registry = registry
+        self.reports = Reports()
+        self.queues = Queues(config.link_queues_bytes_max)
+        self.forwarding: Forwarding
+        self.landings: Landings
+        self.own_addresses: frozenset[str] = frozenset()
+        self.links: set[Link] = set()  # peers
+        self._nodes = Shares(config.links_max + config.peers_max)  # the same by node
+        self.draining = False
+        self.backpressured = 0
+        registry.add_worker(SELF, SELF)
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def add(self, link: Link) -> None:
+        """A link is ready: a worker's, or a peer's in either direction. Tools may look, and own nothing."""
+        role = link.peer.role
+        try:
+            if role == "worker":
+                self.registry.add_worker(link, link.name, link.peer.namespace)
+            elif role == "peer":
+                about = link.peer
+                back = self.registry.add_peer(
+                    self._clock(), link, about.node_id, about.incarnation, link.name, about.namespace, link.session
+                )
+                self.links.add(link)
+                self._nodes.take(about.node_id)
+                self.run(back)
+                self._follow(link)
+        except KvxferError as refused:
+            log.warning("refused %s: %s", link.name, refused)
+            self._send(link, error_reply(refused))
+            link.start_close(refused.message)
+            return
+        link.closed.add_done_callback(lambda _: self._remove(link))
+
+    def _remove(self, link: Link) -> None:
+        if link in self.links:
+            self.links.discard(link)
+            self._nodes.give(link.peer.node_id)
+        self.forwarding.forget(link)
+        self.reports.forget(link)
+        self.run(self.registry.remove(self._clock(), link))
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """Handle whatever is no reply."""
+        handler = _HANDLERS.get(type(message))
+        rid = getattr(message, "rid", 0)
+        try:
+            if handler is None:
+                raise UnknownMessage(f"a daemon does not take {type(message).__name__}")
+            if link.peer.role == "tool" and not isinstance(message, m.Status | m.Echo | m.Goodbye):
+                raise AccessDenied("a tool may only look")
+            handler(self, link, message)
+        except KvxferError as error:
+            if rid:
+                self.refuse(link, rid, error)
+
+    def _on_post(self, link: Link, message: m.Post) -> None:
+        self.run(
+            self.registry.post(
+                self._clock(),
+                link,
+                message.rid,
+                kind=message.kind,
+                key=message.key,
+                body=message.body,
+                lease_s=message.lease_s,
+                claims_max=message.claims_max,
+                boxes=boxes.unpack(message.boxes),
+                private=message.private,
+            )
+        )
+
+    def _on_renew(self, link: Link, message: m.Renew) -> None:
+        now = self._clock()
+        self.run(self.registry.renew(now, link, message.rid, posting=message.posting, lease_s=message.lease_s))
+
+    def _on_withdraw(self, link: Link, message: m.Withdraw) -> None:
+        now = self._clock()
+        self.run(self.registry.withdraw(now, link, message.rid, posting=message.posting, reason=message.reason))
+
+    def _on_claim(self, link: Link, message: m.Claim) -> None:
+        if self.draining:
+            raise PeerDraining("this node is shutting down")
+        if self._is_elsewhere(link, message.node):
+            self.forwarding.forward(link, message)
+            return
+        self.run(
+            self.registry.claim(
+                self._clock(),
+                link,
+                message.rid,
+                kind=message.kind,
+                key=message.key,
+                posting=message.posting,
+                secret=message.secret,
+                wait_s=message.wait_s,
+                engine_id=message.engine_id,
+                node_id=message.node_id,
+                incarnation=message.incarnation,
+                boxes=boxes.unpack(message.boxes),
+            )
+        )
+
+    def _on_give_up(self, link: Link, message: m.GiveUp) -> None:
+        if not self.forwarding.give_up(link, message.request):
+            self.run(self.registry.give_up(self._clock(), link, request=message.request))
+            self.landings.give_up(link, message.request)
+
+    def _on_settle(self, link: Link, message: m.Settle) -> None:
+        node = message.node if self._is_elsewhere(link, message.node) else ()
+        self.run(
+            self.registry.settle(
+                self._clock(),
+                link,
+                message.rid,
+                posting=message.posting,
+                claim=message.claim,
+                outcome=message.outcome,
+                code=message.code,
+                detail=message.detail,
+                node=node,
+            )
+        )
+
+    def _on_confirm(self, link: Link, message: m.Confirm) -> None:
+        self.forwarding.on_confirm(link, message)
+
+    def _on_event(self, link: Link, message: m.PostingEvent) -> None:
+        self.run(
+            self.registry.event_from_peer(
+                self._clock(),
+                link,
+                posting=message.posting,
+                claim=message.claim,
+                what=message.what,
+                code=message.code,
+                detail=message.detail,
+            )
+        )
+
+    def _on_land(self, link: Link, message: m.Land) -> None:
+        if self.draining:
+            raise PeerDraining("this node is shutting down")
+        if self._is_elsewhere(link, message.node):
+            self.forwarding.forward(link, message)
+        else:
+            self.landings.land(link, message)
+
+    def _on_mail(self, link: Link, message: m.Mail) -> None:
+        if self._is_elsewhere(link, message.node):
+            self.forwarding.forward(link, message)
+            return
+        source = link.peer.node_id or self._node_id
+        now, rid = self._clock(), message.rid
+        actions = self.registry.mail(now, link, rid, channel=message.channel, data=message.data, source=source)
+        if any(isinstance(action, act.Deliver) and self._is_slow(action) for action in actions):
+            # Nothing was held for a listener, so leaving its delivery out undoes the mail: the sender may try again.
+            self.run(action for action in actions if not isinstance(action, act.Deliver | act.Done))
+            raise PeerBackpressure("the listener does not keep up", channel=message.channel)
+        self.run(actions)
+
+    def _is_slow(self, action: act.Deliver) -> bool:
+        """Half of the queue stays free for what must not be refused."""
+        limit, size = self._config.link_queue_bytes_max // 2, len(action.data)
+        if not isinstance(action.link, Link):
+            return False
+        return action.link.queued_bytes + size > limit or self.queues.full(size, share=0.5)
+
+    def _on_listen(self, link: Link, message: m.Listen) -> None:
+        self.run(self.registry.listen(self._clock(), link, message.rid, channel=message.channel))
+
+    def _on_unlisten(self, link: Link, message: m.Unlisten) -> None:
+        self.run(self.registry.unlisten(self._clock(), link, message.rid, channel=message.channel))
+
+    def _on_status(self, link: Link, message: m.Status) -> None:
+        self._send(link, m.StatusReply(rid=message.rid, body=self._status()))
+
+    def _on_report(self, link: Link, message: m.Report) -> None:
+        self.reports.take(link, message)
+
+    def _on_echo(self, link: Link, message: m.Echo) -> None:
+        if self._is_elsewhere(link, message.node):
+            self.forwarding.forward(link, message)
+        else:
+            self._send(link, m.EchoReply(rid=message.rid, data=message.data))
+
+    def _on_goodbye(self, link: Link, message: m.Goodbye) -> None:
+        log.debug("%s says goodbye: %s", link.name, message.reason)
+
+    def _on_error(self, link: Link, message: m.Error) -> None:
+        log.debug("%s reports an error: %s %s", link.name, message.code, message.message)
+
+    def _is_elsewhere(self, link: Link, node: tuple[str, ...]) -> bool:
+        if not node or not self.own_addresses.isdisjoint(node):
+            return False
+        if link.peer.role != "worker":
+            raise UsageError("only a worker's request is forwarded, and only once")
+        if self.registry.namespace_of(link) != self._config.namespace:
+            hint = "run a daemon of that namespace for it"
+            raise NotAllowed("a worker of another namespace than its daemon's reaches this node only", hint=hint)
+        return True
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    def run(self, actions: Iterable[act.Action]) -> None:
+        """Execute what the registry decided, then follow its next deadline."""
+        touched: set[act.Link] = set()
+        for action in actions:
+            if isinstance(action, act.SettleElsewhere):
+                self.forwarding.settle(action)
+                continue
+            if isinstance(action, act.Confirm):
+                self.forwarding.confirm(action)
+                continue
+            touched.add(action.link)
+            if isinstance(action.link, Link):
+                self._send(action.link, _message(action))
+            elif isinstance(action, act.Notify):
+                self.landings.on_event(action)
+        for link in touched:
+            if isinstance(link, Link):
+                self._follow(link)
+        self._arm()
+        if self._idle is not None and not self._live():
+            self._idle.set()
+
+    def post_own(
+        self, *, kind: str, key: str, body: bytes, lease_s: float, claims_max: int, namespace: str = ""
+    ) -> tuple[act.Posted, list[act.Action]]:
+        """Post something of the daemon's own; returns the answer and what else is to be done (`run` it afterwards)."""
+        now = self._clock()
+        first, *rest = self.registry.post(
+            now,
+            SELF,
+            0,
+            kind=kind,
+            key=key,
+            body=body,
+            lease_s=lease_s,
+            claims_max=claims_max,
+            namespace=namespace,
+        )
+        while not isinstance(first, act.Posted):
+            if isinstance(first, act.Refused) and first.link == SELF:
+                self.run(rest)
+                raise first.error
+            self.run([first])
+            first, *rest = rest
+        return first, rest
+
+    def withdraw_own(self, posting: str, reason: str) -> None:
+        """End one of the daemon's own postings; harmless when it has ended."""
+        self.run(self.registry.withdraw(self._clock(), SELF, 0, posting=posting, reason=reason))
+
+    def refuse(self, link: Link, rid: int, error: KvxferError) -> None:
+        """Answer a request with an error."""
+        self._send(link, error_reply(error, rid))
+
+    def reply(self, link: Link, message: Message) -> None:
+        """Send an answer that was made elsewhere."""
+        self._send(link, message)
+
+    def drain(self) -> asyncio.Event:
+        """Take nothing new, withdraw what nobody claimed. The event is set when no claim is live any more."""
+        self.draining = True
+        self._idle = asyncio.Event()
+        self.landings.drain()
+        self.run(self.registry.drain(self._clock()))
+        return self._idle
+
+    def cut_off(self) -> None:
+        """The time to drain is over."""
+        self.run(self.registry.cut_off(self._clock()))
+
+    def close(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _live(self) -> bool:
+        counts = self.registry.counts()
+        return counts.claims + counts.routes > 0
+
+    def _send(self, link: Link, message: Message) -> None:
+        try:
+            while not link.closed.done() and not self._sent(link, message):
+                pass  # each time another link has been dropped
+        except KvxferError as error:
+            log.error("cannot send %s to %s: %s", type(message).__name__, link.name, error)
+            link.abort("a message could not be sent")
+
+    def _sent(self, link: Link, message: Message) -> bool:
+        """False when there is no room. Dropping one message would leave the other side waiting for ever; losing a link
+        tells it: this one, or when all together are too full, the one that reads least.
+        """
+        try:
+            link.send(message)
+        except PeerBackpressure as full:
+            longest = self.queues.longest() if full.fields.get("all_links") else link
+            slow = longest if isinstance(longest, Link) else link
+            self.backpressured += 1
+            log.warning("%s: %s", slow.name, full)
+            slow.abort("it does not read what it is sent")
+            return False
+        return True
+
+    def _follow(self, link: Link) -> None:
+        """A peer that live claims depend on is watched closely."""
+        if link.peer.role == "peer" and not link.closed.done():
+            link.set_urgent(self.registry.live_claims(link) > 0)
+
+    def link_from(self, node_id: str) -> Link | None:
+        """A usable link to a node, whoever made it."""
+        return next((link for link in self.links if link.peer.node_id == node_id and link.usable), None)
+
+    def others_than(self, node_id: Hashable) -> bool:
+        """Nodes but this one are linked; it is empty for ourselves."""
+        return self._nodes.others(node_id)
+
+    def follow_node(self, node_id: str) -> None:
+        """The same for every link to a node, after a claim there began or ended."""
+        for link in self.links:
+            if link.peer.node_id == node_id:
+                self._follow(link)
+
+    def _arm(self) -> None:
+        due = self.registry.next_deadline()
+        if due is None or (self._timer is not None and self._due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = self._loop.call_later(max(0.0, due - self._clock()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.run(self.registry.expire(self._clock()))
+
+
+def _message(action: act.Action) -> Message:
+    """The message that an action is on the wire."""
+    match action:
+        case act.Done():
+            return m.Done(rid=action.rid)
+        case act.Refused():
+            return error_reply(action.error, action.rid)
+        case act.Posted():
+            return m.Posted(
+                rid=action.rid, posting=action.posting, secret=action.secret, expires_in_s=action.expires_in_s
+            )
+        case act.Claimed():
+            return m.Claimed(
+                rid=action.rid,
+                posting=action.posting,
+                claim=action.claim,
+                body=action.body,
+                expires_in_s=action.expires_in_s,
+                node_id=action.node_id,
+                incarnation=action.incarnation,
+            )
+        case act.Notify():
+            return m.PostingEvent(
+                posting=action.posting,
+                claim=action.claim,
+                what=action.what,
+                code=action.code,
+                detail=action.detail,
+                engine_id=action.engine_id,
+                boxes=boxes.pack(action.boxes),
+            )
+        case act.Deliver():
+            return m.Delivery(channel=action.channel, data=action.data, source=action.source)
+        case act.SettleElsewhere():
+            return m.Settle(posting=action.posting, claim=action.claim, outcome=action.outcome, code=action.code)
+        case act.Confirm():
+            return m.Confirm(session=action.session, claims=claims.pack(action.claims))
+
+
+_HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {
+    m.Post: Dispatcher._on_post,
+    m.Renew: Dispatcher._on_renew,
+    m.Withdraw: Dispatcher._on_withdraw,
+    m.Claim: Dispatcher._on_claim,
+    m.GiveUp: Dispatcher._on_give_up,
+    m.Settle: Dispatcher._on_settle,
+    m.PostingEvent: Dispatcher._on_event,
+    m.Confirm: Dispatcher._on_confirm,
+    m.Land: Dispatcher._on_land,
+    m.Mail: Dispatcher._on_mail,
+    m.Listen: Dispatcher._on_listen,
+    m.Unlisten: Dispatcher._on_unlisten,
+    m.Status: Dispatcher._on_status,
+    m.Echo: Dispatcher._on_echo,
+    m.Report: Dispatcher._on_report,
+    m.Goodbye: Dispatcher._on_goodbye,
+    m.Error: Dispatcher._on_error,
+}

@@ -1,0 +1,396 @@
+"""The landing pool: memory of the daemon that takes a push whose decode worker is not chosen yet, and outlives
+workers.
+
+The idea: a landing is two postings over one piece of memory, one after the other. While it is written there is a
+ticket with a single, write-only claim, made for the worker that asked. The commit, a notification behind the bytes,
+revokes the write access; when the engine says that nothing can write any more, the same memory is posted read-only as
+a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
+lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
+landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
+is `BusyError` at once, or after the time that the asker wants to stand in line (`landing_line.py`). Where the memory is
+(`landing_memory.py`): host memory, or the least loaded of some cards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import msgpack
+
+from kvxfer.config import Config
+from kvxfer.daemon.dispatch import Dispatcher
+from kvxfer.daemon.landing_line import Line, Room
+from kvxfer.daemon.landing_memory import Pieces, full, least_loaded_part, parts_of, rounded
+from kvxfer.dataplane.plane import DataPlane
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
+from kvxfer.errors import ClosedError, KvxferError, PeerDraining, RegistrationError, TooLarge, UsageError
+from kvxfer.native.engine import Event, EventKind, RegionInfo
+from kvxfer.net.link import Link
+from kvxfer.rendezvous import actions as act
+from kvxfer.rendezvous.postings import too_many
+from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.tasks import TaskOwner
+from kvxfer.wire import messages as m
+from kvxfer.wire import tags
+
+BODIES_BYTES_MAX = 64 << 20  # what askers want back with their landings, of all that wait and all that live
+ENTRY_BYTES = 1024  # what one without a body counts for
+
+log = logging.getLogger("kvxfer.landing")
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """One landing from its request to the moment when its memory is quiet."""
+
+    namespace: str
+    key: str
+    length: int
+    body: bytes = field(repr=False)
+    lease_s: float
+    part: Pieces
+    account: Hashable = None  # for whom it counts
+    region: RegionInfo | None = None
+    size: int = 0  # that counts as used in its part
+    given_up: bool = False  # by whoever asked, before there was an answer
+    grant: int = 0  # the live one: for writing first, for reading after the commit
+    ticket: str = ""
+    posting: str = ""
+    committed: bool = False
+    ended: bool = False
+    quiet: list[asyncio.Future[Event]] = field(default_factory=list)
+
+
+class LandingPool:
+    """All landings of one daemon: in each part of the pool at most `landing_bytes_max` bytes, kept pieces included."""
+
+    def __init__(
+        self, plane: DataPlane, dispatcher: Dispatcher, owner: TaskOwner, config: Config, clock: Callable[[], float]
+    ) -> None:
+        self._plane = plane
+        self._dispatcher = dispatcher
+        self._owner = owner
+        self._bytes_max = config.landing_bytes_max
+        self._wait_s_max = config.wait_s_max
+        self._line = Line(config.waiting_max)
+        self._bodies = Shares(BODIES_BYTES_MAX)
+        self._held = Shares(0)  # bytes of pieces, by who asked for them
+        self._pieces = Shares(0)  # the same in numbers
+        self._prewarm_bytes = config.landing_prewarm_bytes
+        self._clock = clock
+        self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
+        self._by_posting: dict[str, Landing] = {}
+        self._allocating: dict[tuple[Link, int], Landing] = {}  # by the request that waits for it
+        self.parts = parts_of(plane.engine, config)
+        self._held.limit = sum(part.bytes_max for part in self.parts)
+        self._pieces.limit = sum(part.pieces_max for part in self.parts)
+        self.quarantined = 0
+        self.landed = 0
+        self.refused = 0
+
+    @property
+    def live(self) -> int:
+        """Landings that are written, wait for adoption or are adopted."""
+        return len(self._by_key)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all parts: in flight, waiting, adopted, or not quiet yet."""
+        return sum(part.used_bytes for part in self.parts)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all parts: allocated and free."""
+        return sum(part.kept_bytes for part in self.parts)
+
+    # -- asking for one --------------------------------------------------------------------------------------
+
+    def land(self, link: Link, message: m.Land) -> None:
+        """Answer a request for a landing: at once, when its memory is allocated, or when it has had its turn.
+
+        Raises `BusyError` when the pool is full and the asker does not wait, `TooLarge` for what can never fit,
+        `UsageError` for a key in use or a bad wait.
+        """
+        size = rounded(message.length)
+        if size > self._bytes_max:  # it would never find room
+            raise TooLarge(
+                "larger than the landing pool", bytes=size, limit=self._bytes_max, option="landing_bytes_max"
+            )
+        self._require_new_key(link, message)
+        if message.wait_s > self._wait_s_max:
+            raise UsageError("bad wait", wait_s=message.wait_s, wait_s_max=self._wait_s_max)
+        account = self._account(link)
+        if not self._bodies.room(account, _body_bytes(message)):
+            what = "bytes of bodies of landings on this node"
+            raise too_many(what, "", self._bodies, account)
+        if message.wait_s and (self._line or self._room(account, size) is not Room.FITS):
+            self._bodies.take(account, _body_bytes(message))
+            task = self._owner.spawn(self._land_in_turn(link, message, size), "wait for room for a landing")
+            task.add_done_callback(lambda _: self._bodies.give(account, _body_bytes(message)))
+        else:
+            self._begin(link, message, size)
+
+    def give_up(self, link: Link, request: int) -> None:
+        """Nobody waits for the answer any more."""
+        self._line.give_up(link, request)
+        if (landing := self._allocating.get((link, request))) is not None:
+            landing.given_up = True
+
+    def drain(self) -> None:
+        """This node takes nothing new."""
+        self._line.fail(PeerDraining("this node is shutting down"))
+
+    async def _land_in_turn(self, link: Link, message: m.Land, size: int) -> None:
+        try:
+            account = self._account(link)
+            if not await self._line.wait(
+                lambda: self._room(account, size),
+                account=account,
+                asker=link,
+                request=message.rid,
+                gone=link.closed,
+                wait_s=message.wait_s,
+                then=lambda: self._begin(link, message, size, in_turn=True),
+            ):
+                self._refuse_full(size)
+        except KvxferError as error:
+            self._dispatcher.refuse(link, message.rid, error)
+
+    def _require_new_key(self, link: Link, message: m.Land) -> str:
+        """The namespace of a key that nothing lies under."""
+        namespace = self._dispatcher.registry.namespace_of(link)
+        if (namespace, message.key) in self._by_key:
+            raise UsageError("there is a landing with this key already", key=message.key)
+        return namespace
+
+    def _account(self, link: Link) -> Hashable:
+        """For whom a landing counts: the node that asks, or this one for all its workers."""
+        return link.peer.node_id
+
+    def _room(self, account: Hashable, size: int) -> Room:
+        """Within the share of a node when there are others: what is left of the pool is for them."""
+        if not any(part.fits(size) for part in self.parts):
+            return Room.NONE
+        if self._line.others(account) or self._dispatcher.others_than(account):
+            held, pieces = self._held, self._pieces
+            if is_greedy(held.held(account), held.total, held.limit, size):
+                return Room.SHARE
+            if is_greedy(pieces.held(account), pieces.total, pieces.limit):
+                return Room.SHARE
+            if self._line.others(account) and is_greedy(1, 0, held.limit, size):
+                return Room.SHARE  # nearly the whole pool is for who waits alone
+        return Room.FITS
+
+    def _refuse_full(self, size: int) -> NoReturn:
+        self.refused += 1
+        raise full(self.parts, size, waiting=len(self._line))
+
+    def _begin(self, link: Link, message: m.Land, size: int, *, in_turn: bool = False) -> None:
+        namespace = self._require_new_key(link, message)
+        account = self._account(link)
+        if self._room(account, size) is not Room.FITS or not (in_turn or self._line.pass_all()):
+            self._refuse_full(size)
+        landing = Landing(
+            namespace=namespace,
+            key=message.key,
+            length=message.length,
+            body=message.body,
+            lease_s=message.lease_s,
+            part=least_loaded_part(self.parts, size),
+            account=account,
+        )
+        self._bodies.take(account, _body_bytes(landing))
+        self._pieces.take(account)
+        self._take(landing)
+        self._by_key[namespace, landing.key] = landing
+        if landing.region is not None:
+            self._offer(landing, link, message)
+        else:
+            asked = (link, message.rid)
+            self._allocating[asked] = landing
+            task = self._owner.spawn(self._allocate(landing, link, message), "allocate a landing")
+            task.add_done_callback(lambda _: self._allocating.pop(asked, None))
+
+    async def prewarm(self) -> None:
+        """Allocate what the configuration wants ready, in each part."""
+        for part in self.parts:
+            try:
+                await part.prewarm(self._prewarm_bytes)
+            except KvxferError as error:
+                log.warning("cannot prewarm the landing pool: %s", error)
+
+    def _take(self, landing: Landing) -> None:
+        size = rounded(landing.length)
+        landing.region = landing.part.take(size)
+        self._held.give(landing.account, landing.size)
+        landing.size = size if landing.region is None else landing.region.length
+        self._held.take(landing.account, landing.size)
+
+    def _give_back(self, landing: Landing) -> None:
+        """Its memory, or its place for some, is free again."""
+        self._held.give(landing.account, landing.size)
+        self._pieces.give(landing.account)
+        self._bodies.give(landing.account, _body_bytes(landing))
+        self._line.look()
+
+    async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
+        """New memory for it; a card that others have filled is passed over for the next one."""
+        untried = list(self.parts)
+        while landing.region is None:
+            try:
+                landing.region = await landing.part.allocate(landing.size)
+            except KvxferError as error:
+                untried.remove(landing.part)
+                if not self._elsewhere(landing, untried, error):
+                    self._forget(landing)
+                    self._dispatcher.refuse(link, message.rid, error)
+                    self._give_back(landing)
+                    return
+        self._offer(landing, link, message)
+
+    def _elsewhere(self, landing: Landing, untried: Sequence[Pieces], error: KvxferError) -> bool:
+        """Another part takes a landing for which its own had no memory after all."""
+        if not isinstance(error, RegistrationError) or not any(part.fits(landing.size) for part in untried):
+            return False
+        log.warning("no memory for a landing on card %s, the next one is tried: %s", landing.part.device, error)
+        landing.part = least_loaded_part(untried, landing.size)
+        self._take(landing)
+        return True
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def _offer(self, landing: Landing, link: Link, message: m.Land) -> None:
+        """The memory is there: give the asker the single claim of a ticket for writing it."""
+        try:
+            if link.closed.done() or landing.given_up:
+                raise ClosedError("the one who asked is gone")
+            posted, rest = self._post(landing, "ticket", ACCESS_WRITE)
+        except KvxferError as error:
+            self._end(landing, str(error))
+            self._dispatcher.refuse(link, message.rid, error)
+            return
+        landing.ticket = posted.posting
+        self._by_posting[landing.ticket] = landing
+        claimed = self._dispatcher.registry.claim(
+            self._clock(),
+            link,
+            message.rid,
+            kind="ticket",
+            posting=posted.posting,
+            secret=posted.secret,
+            engine_id=message.engine_id,
+        )
+        self._dispatcher.run([*rest, *claimed])
+        if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
+            self._end(landing, "could not be claimed")
+
+    def _post(self, landing: Landing, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
+        """Offer access to the memory, once; see `Dispatcher.post_own`."""
+        return self._dispatcher.post_own(
+            kind=kind,
+            key=landing.key,
+            body=self._grant(landing, access),
+            lease_s=landing.lease_s,
+            claims_max=1,
+            namespace=landing.namespace,
+        )
+
+    def _grant(self, landing: Landing, access: int) -> bytes:
+        """Access to the memory, as the body of a posting."""
+        assert landing.region is not None
+        made: RemoteDescriptor = self._plane.memory.export(landing.region, 0, landing.length, access, landing.lease_s)
+        landing.grant = made.grant
+        self._plane.memory.watch(made.grant, lambda event: self._on_engine(landing, event))
+        packed: bytes = msgpack.packb(
+            {"descriptor": made.to_dict(), "body": landing.body, "device": landing.part.device}
+        )
+        return packed
+
+    def _on_engine(self, landing: Landing, event: Event) -> None:
+        if landing.ended or landing.committed:
+            return
+        if event.kind == EventKind.GRANT_LOST:
+            self._end(landing, "its writer vanished before the commit")
+        elif event.kind == EventKind.NOTIFY:
+            kind = tags.unpack(event.tag).kind
+            if kind == tags.COMMIT:
+                landing.committed = True
+                self._owner.spawn(self._publish(landing), "publish a landing")
+            elif kind == tags.ABORT:
+                self._end(landing, "its writer gave up")
+
+    # -- adopting --------------------------------------------------------------------------------------------
+
+    async def _publish(self, landing: Landing) -> None:
+        """Committed: nothing may write any more; then it can be adopted."""
+        self._revoke(landing)
+        await asyncio.gather(*landing.quiet)
+        if landing.ended:
+            return
+        landing.quiet.clear()
+        try:
+            posted, rest = self._post(landing, "landing", ACCESS_READ)
+        except KvxferError as error:
+            self._end(landing, str(error))
+            return
+        self.landed += 1
+        landing.posting = posted.posting
+        self._by_posting[landing.posting] = landing
+        self._dispatcher.run(rest)
+
+    def on_event(self, event: act.Notify) -> None:
+        """Something happened to one of the daemon's own postings."""
+        landing = self._by_posting.get(event.posting)
+        if landing is None or event.what in ("claimed", "orphaned"):
+            return  # the data path tells whether a claimant whose daemon is out of reach goes on
+        if event.posting == landing.posting:
+            self._end(landing, event.what)
+            return
+        done = event.what == "settled" and event.code == "done"
+        if done and not landing.committed:
+            self._plane.engine.drain()  # the commit came before the settlement, it may not have been read
+        if landing.committed:
+            self._by_posting.pop(event.posting, None)
+            self._dispatcher.withdraw_own(event.posting, "the landing is written")
+        elif not done:
+            self._end(landing, f"{event.what} {event.code}".strip())
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _end(self, landing: Landing, why: str) -> None:
+        if landing.ended:
+            return
+        landing.ended = True
+        log.debug("the landing %s ends: %s", landing.key, why)
+        self._forget(landing)
+        self._revoke(landing)
+        if landing.region is not None:
+            self.quarantined += 1
+            self._owner.spawn(self._reuse(landing, landing.region), "reuse a landing")
+
+    def _forget(self, landing: Landing) -> None:
+        self._by_key.pop((landing.namespace, landing.key), None)
+        for posting in (landing.ticket, landing.posting):
+            if self._by_posting.pop(posting, None) is not None:
+                self._dispatcher.withdraw_own(posting, "the landing has ended")
+
+    def _revoke(self, landing: Landing) -> None:
+        if landing.grant:
+            landing.quiet.append(self._plane.memory.revoke(landing.grant))
+            landing.grant = 0
+
+    async def _reuse(self, landing: Landing, region: RegionInfo) -> None:
+        """Quarantine: the memory is used again only when no peer can reach it any more, and then holds zeros."""
+        await asyncio.gather(*landing.quiet)
+        await landing.part.clear(region, landing.length)
+        self.quarantined -= 1
+        landing.part.keep(region, landing.size)
+        self._give_back(landing)
+
+
+def _body_bytes(asked: m.Land | Landing) -> int:
+    return ENTRY_BYTES + len(asked.body)

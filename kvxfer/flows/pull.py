@@ -1,0 +1,368 @@
+"""Pull, decode's side: one request that reads from one or more tickets into the blocks of one cache, with one outcome.
+
+The idea: what the target needs is a box, and so is what each publisher holds; every element is read from the first
+ticket that holds it. What no ticket holds is refused before a byte moves. All tickets are claimed together, and however
+the pull ends, each publisher is told once: released when everything was read, otherwise failed or cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.coverage import Box, box_of, describe, join
+from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.transfer import Transfer, settle_within
+from kvxfer.deadline import NOTIFYING, TRANSFERRING, Deadline
+from kvxfer.descriptors import Ticket
+from kvxfer.errors import (
+    BusyError,
+    GeometryMismatch,
+    KvxferError,
+    LeaseExpired,
+    PeerError,
+    PeerIncarnationMismatch,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    UnknownTransfer,
+    UsageError,
+    ended_by_other,
+)
+from kvxfer.flows.control import ClaimHandle
+from kvxfer.flows.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
+from kvxfer.flows.tickets import claim_of
+from kvxfer.geometry import BlockTable, check_same_model
+from kvxfer.memory.region import KVCache
+from kvxfer.native.engine import OpKind
+from kvxfer.planner import Plan
+from kvxfer.wire import tags
+from kvxfer.wire.messages import PostingEvent
+
+if TYPE_CHECKING:
+    from kvxfer.client import Client
+
+LAYERS_IN_FLIGHT_MAX = 8
+SOURCES_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What a pull brought: bytes, tokens, layers, and how. ``bytes_by_source``: bytes from each ticket, in their order
+    (0 where others brought all that one has).
+    """
+
+    request_id: str
+    bytes: int
+    tokens: int
+    layers: int
+    transport: str
+    bytes_by_source: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One ticket of a pull: its claim, what its publisher said, and what is read from there."""
+
+    ticket: Ticket
+    number: int
+    claim: ClaimHandle | None = None
+    peer: Posting | None = None
+    plans: list[Plan] = field(default_factory=list)
+    reaching: Reaching = field(default_factory=Reaching)
+    transport: str = ""
+    bytes: int = 0
+
+
+class Pull:
+    """One fetch; `run` does it all. However it ends, the target blocks stay quarantined until no byte can move."""
+
+    def __init__(
+        self,
+        client: Client,
+        tickets: Sequence[Ticket],
+        cache: KVCache,
+        table: BlockTable,
+        *,
+        timeout: float,
+        on_layer: Callable[[int], None] | None,
+    ) -> None:
+        self._client = client
+        self._sources = [Source(ticket, number) for number, ticket in enumerate(_different(tickets))]
+        self._request_id = tickets[0].request_id
+        self._cache = cache
+        self._table = table
+        self._timeout = timeout
+        self._on_layer = on_layer
+        self._running: list[Transfer] = []
+        self._error: KvxferError | None = None
+        self._at_fault: Source | None = None
+
+    async def run(self) -> Pulled:
+        """Claim, plan, read every layer, release the publishers."""
+        deadline = Deadline.after(self._timeout)
+        self._cache.require(self._client.plane)
+        self._cache.check_table(self._table)
+        covered = [(self._cache.footprint, self._table)]
+        taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
+        self._client.enter(self, self._fail)
+        try:
+            return await self._claim_and_read(deadline)
+        finally:
+            self._client.leave(self)
+            self._client.reservations.quarantine(taken, f"pull {self._request_id} is settling")
+            self._client.release_when_settled(taken, self._running)
+
+    async def _claim_and_read(self, deadline: Deadline) -> Pulled:
+        try:
+            await self._for_each(lambda source: self._claim(source, deadline))
+            await self._plan()
+            self._raise_if_failed()
+            await self._for_each(lambda source: self._reach(source, deadline))
+            await self._read(deadline)
+            await self._for_each(lambda source: self._release(source, deadline))
+        except BaseException as error:
+            await self._abort(error)
+            if isinstance(error, TransferTimeout):
+                self._raise_if_failed()  # what ended it, if it was not the deadline
+            raise
+        for source in self._sources:
+            self._settle(source, "done", None)
+        by_source = tuple(source.bytes for source in self._sources)
+        return Pulled(
+            request_id=self._request_id,
+            bytes=sum(by_source),
+            tokens=self._table.tokens,
+            layers=self._cache.layout.geometry.layers,
+            transport=",".join(dict.fromkeys(source.transport for source in self._sources if source.transport)),
+            bytes_by_source=by_source,
+        )
+
+    async def _for_each(self, call: Callable[[Source], Coroutine[Any, Any, None]]) -> None:
+        """Run a step for all sources side by side. The first error ends the others' and says which source it was."""
+
+        async def one(source: Source) -> None:
+            with self._naming(source):
+                await call(source)
+
+        if len(self._sources) == 1:
+            await one(self._sources[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in self._sources:
+                    group.create_task(one(source))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    @contextmanager
+    def _naming(self, source: Source) -> Iterator[None]:
+        try:
+            yield
+        except KvxferError as error:
+            raise self._of_source(error, source) from None
+
+    def _of_source(self, error: KvxferError, source: Source) -> KvxferError:
+        """The same error, which says now whose it was."""
+        if self._error is None and self._at_fault is None:
+            self._at_fault = source
+        if len(self._sources) > 1 and "ticket" not in error.fields and error is not self._error:
+            error.fields |= {"ticket": source.number, "request_id": source.ticket.request_id}
+            error.message = f"source {source.number + 1} of {len(self._sources)}: {error.message}"
+        return error
+
+    # -- who holds what ---------------------------------------------------------------------------------------
+
+    async def _claim(self, source: Source, deadline: Deadline) -> None:
+        # Cancelled on the way, the publisher still has to hear that nobody will read.
+        source.claim, body = await self._client.control.claim(
+            claim_of(source.ticket, "ticket"), deadline, partial(self._on_claim, source), finish=True
+        )
+        source.peer = await Posting.receive(body)
+
+    async def _plan(self) -> None:
+        """Decide what is read from where; refuses what the tickets do not hold together."""
+        want = box_of(self._cache.layout, self._table)
+        peers = [source.peer for source in self._sources if source.peer is not None]
+        lenient = self._client.config.ignore_fingerprint
+        for source, peer in zip(self._sources, peers, strict=True):
+            with self._naming(source):
+                check_same_model(peer.layout.geometry, self._cache.layout.geometry, ignore_fingerprint=lenient)
+        shares, missing = divide(want, [box_of(peer.layout, peer.table) for peer in peers])
+        if missing:
+            raise GeometryMismatch(
+                f"the {_tickets(len(peers))} not hold what the target expects: {describe(missing, want)}; "
+                "nothing was moved",
+                field="coverage",
+                hint="pull from the tickets of all ranks and stages that hold a part of the request",
+            )
+        for source, peer, boxes in zip(self._sources, peers, shares, strict=True):
+            with self._naming(source):
+                for box in boxes:
+                    mapping = await negotiate(
+                        *(peer.layout, peer.table, self._cache.layout, self._table),
+                        ignore_fingerprint=lenient,
+                        within=box,
+                    )
+                    source.plans.append(mapping)
+
+    async def _reach(self, source: Source, deadline: Deadline) -> None:
+        assert source.peer is not None
+        names = await source.reaching.reach(self._client.plane, self._cache, source.peer, deadline)
+        source.transport = names if source.plans else ""
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    async def _read(self, deadline: Deadline) -> None:
+        waiting: list[tuple[int, list[tuple[Source, Transfer]]]] = []
+        for layer in range(self._cache.layout.geometry.layers):
+            if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
+                await self._layer_done(*waiting.pop(0))
+            waiting.append((layer, await self._start_layer(layer, deadline)))
+        for entry in waiting:
+            await self._layer_done(*entry)
+        self._raise_if_failed()
+
+    async def _start_layer(self, layer: int, deadline: Deadline) -> list[tuple[Source, Transfer]]:
+        started = []
+        for source in self._sources:
+            parts = await self._parts(source, layer)
+            self._raise_if_failed()
+            if parts:
+                left = deadline.require(f"layer {layer} was read", TRANSFERRING)
+                transfer = self._client.plane.start(parts, timeout=left, peer=source.ticket.request_id)
+                self._running.append(transfer)
+                started.append((source, transfer))
+        return started
+
+    async def _parts(self, source: Source, layer: int) -> list[Part]:
+        peer, found = source.peer, []
+        assert peer is not None
+        for plan in source.plans:
+            found += await prepared_layer(plan, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max)
+        return [
+            Part(
+                kind=OpKind.GET,
+                region=part.region,
+                descriptor=peer.descriptors[part.descriptor],
+                segments=part.segments,
+                check=peer.check,
+            )
+            for part in found
+        ]
+
+    async def _layer_done(self, layer: int, transfers: list[tuple[Source, Transfer]]) -> None:
+        for source, transfer in transfers:
+            try:
+                await transfer
+            except KvxferError as error:
+                raise (error if error is self._error else self._of_source(of_layer(error, layer), source)) from None
+            source.bytes += transfer.bytes_done
+        if self._on_layer is not None:
+            self._on_layer(layer)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    async def _release(self, source: Source, deadline: Deadline) -> None:
+        assert source.claim is not None
+        assert source.peer is not None
+        notice = Part(
+            kind=OpKind.GET,
+            region=0,
+            descriptor=source.peer.descriptors[0],
+            notify=(tags.pack(tags.RELEASE, source.claim.claim, 0), 0),
+        )
+        left = deadline.require("the publisher was released", NOTIFYING)
+        try:
+            await self._client.plane.start([notice], timeout=left, peer=source.ticket.request_id)
+        except (TransferError, PeerError):
+            # Every byte is here; a publisher that just withdrew or went needs no release, and the settle message
+            # tells the rest.
+            return
+
+    def _on_claim(self, source: Source, event: PostingEvent) -> None:
+        name = source.ticket.request_id
+        if event.what == "orphaned":
+            return  # the data path decides
+        if event.what == "lost":
+            self._fail(self._of_source(PeerLost(f"the publisher of {name} died"), source))
+        elif event.what in ("withdrawn", "expired"):
+            code = LeaseExpired.code if event.what == "expired" else event.code
+            error = ended_by_other(code, event.detail or f"the ticket was {event.what}")
+            self._fail(self._of_source(error, source))
+
+    def _fail(self, error: KvxferError) -> None:
+        if self._error is None:
+            self._error = error
+            for source in self._sources:
+                source.reaching.end()
+            for transfer in tuple(self._running):
+                transfer.request_cancel(error)
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _abort(self, cause: BaseException) -> None:
+        error = (
+            cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
+        )
+        self._fail(error)
+        try:
+            await settle_within(self._client.config.cancel_s * 2, self._running)
+        finally:
+            for source in self._sources:
+                self._settle_failed(source, error)
+
+    def _settle_failed(self, source: Source, error: KvxferError) -> None:
+        """A publisher that did nothing wrong is not told that it, or its consumer, was lost."""
+        if self._at_fault not in (None, source) and not isinstance(error, TransferCancelled):
+            error = TransferCancelled(f"the pull ended by another of its sources: {error.message}"[:500], by="us")
+        self._settle(source, "cancelled" if isinstance(error, TransferCancelled) else "failed", error)
+
+    def _settle(self, source: Source, outcome: str, error: KvxferError | None) -> None:
+        if self._client.closed or source.claim is None:
+            return  # the link's end has settled it, and the engine's end has dropped the imports
+        self._client.control.settle_in_background(source.claim, outcome, error)
+        for descriptor in () if source.peer is None else source.peer.descriptors:
+            self._client.plane.forget(descriptor)
+
+
+def divide(want: Box, held: Sequence[Box]) -> tuple[list[list[Box]], list[Box]]:
+    """For each holder the boxes that are read from it, every element from the first that holds it; and what nobody
+    holds.
+    """
+    left = [want] if want.elements else []
+    shares = []
+    for box in held:
+        common = (piece.meet(box) for piece in left)
+        shares.append(join(piece for piece in common if piece is not None))
+        left = [rest for piece in left for rest in piece.without(box)]
+    return shares, join(left)
+
+
+def _different(tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+    if not 1 <= len(tickets) <= SOURCES_MAX:
+        raise UsageError("a pull needs a ticket", field="tickets", value=len(tickets), limit=SOURCES_MAX)
+    if len({(ticket.node_id, ticket.posting) for ticket in tickets}) < len(tickets):
+        raise UsageError("a pull names a ticket twice", field="tickets")
+    return tickets
+
+
+def _tickets(count: int) -> str:
+    return "ticket does" if count == 1 else f"{count} tickets together do"
+
+
+async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> None:
+    """Tell the publisher that this consumer will not read: the same as a pull of nothing. What is over is over."""
+    control = client.control
+    try:
+        claim, _ = await control.claim(claim_of(ticket, "ticket"), deadline, lambda event: None)
+    except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
+        return  # nobody holds anything for us any more
+    control.settle_in_background(claim, "done", None)

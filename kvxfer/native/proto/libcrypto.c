@@ -1,0 +1,59 @@
+/* libcrypto.c: finds the system's libcrypto. Newest soname first; a process that has one loaded already (Python's ssl
+ * module does) shares it. What is there is judged by its symbols: an older 1.1 lacks some and is told so. It is never
+ * unloaded: it has tables of its own that outlive any engine. */
+#include "proto/libcrypto.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static kvx_libcrypto table;
+static bool usable;
+static char reason[512];
+
+static void say(const char *name, const char *what) {
+    size_t used = strlen(reason);
+    snprintf(reason + used, sizeof reason - used, "%s%s: %s", used ? "; " : "", name, what);
+}
+
+/* The name of the first function that it lacks, or NULL. */
+static const char *take(void *library) {
+#define TAKE(name, result, parameters)                                                                                 \
+    if ((*(void **)(&table.name) = dlsym(library, #name)) == NULL) {                                                   \
+        return #name;                                                                                                  \
+    }
+    KVX_LIBCRYPTO_FUNCTIONS(TAKE)
+#undef TAKE
+    return NULL;
+}
+
+static void load(void) {
+    for (size_t i = 0; i < sizeof names / sizeof *names && !usable; i++) {
+        void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+        if (library == NULL) {
+            const char *error = dlerror();
+            say(names[i], error ? error : "cannot be loaded");
+            continue;
+        }
+        const char *missing = take(library);
+        if (missing == NULL) {
+            usable = true;
+        } else {
+            say(names[i], missing);
+            dlclose(library);
+        }
+    }
+}
+
+const kvx_libcrypto *kvx_libcrypto_get(char *why, size_t why_size) {
+    pthread_once(&once, load);
+    if (!usable && why != NULL) {
+        snprintf(why, why_size, "the system's libcrypto (OpenSSL 3, or 1.1.1) is needed and cannot be used: %s",
+                 reason);
+    }
+    return usable ? &table : NULL;
+}

@@ -1,0 +1,250 @@
+/* tcp_socket.c: addresses and socket options of the tcp transport.
+ *
+ * Inside one host the congestion control matters most: a pacing one (bbr) slows loopback to a third. A socket that ever
+ * ran bbr keeps its pacing timer, so the choice is made before a connection exists: the listener always carries the
+ * congestion control for this host, and an accepted connection from elsewhere gets the system's back. */
+#include "tcp/tcp.h"
+#include "core/forks.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <linux/sockios.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+static bool parse_port(const char *text, uint16_t *port_p) {
+    char *end;
+    if (*text < '0' || *text > '9') {
+        return false;
+    }
+    unsigned long port = strtoul(text, &end, 10);
+    if (*end != '\0' || port > 65535) {
+        return false;
+    }
+    *port_p = (uint16_t)port;
+    return true;
+}
+
+static bool parse_host(const char *host, uint16_t port, struct sockaddr_storage *address_p, socklen_t *length_p) {
+    struct sockaddr_in *v4 = (struct sockaddr_in *)address_p;
+    struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)address_p;
+    memset(address_p, 0, sizeof *address_p);
+    if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
+        v4->sin_family = AF_INET;
+        v4->sin_port = htons(port);
+        *length_p = sizeof *v4;
+        return true;
+    }
+    if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
+        v6->sin6_family = AF_INET6;
+        v6->sin6_port = htons(port);
+        *length_p = sizeof *v6;
+        return true;
+    }
+    return false;
+}
+
+int kvx_tcp_address_parse(const char *text, struct sockaddr_storage *address_p, socklen_t *length_p) {
+    char host[KVX_ENDPOINT_MAX];
+    const char *colon = strrchr(text, ':');
+    uint16_t port;
+    if (colon == NULL || !parse_port(colon + 1, &port) || port == 0) {
+        return KVX_E_INVALID;
+    }
+    size_t length = (size_t)(colon - text);
+    bool bracketed = length > 2 && text[0] == '[' && text[length - 1] == ']';
+    if (bracketed) {
+        text++;
+        length -= 2;
+    }
+    if (length >= sizeof host || (memchr(text, ':', length) != NULL) != bracketed) {
+        return KVX_E_INVALID;
+    }
+    memcpy(host, text, length);
+    host[length] = '\0';
+    return parse_host(host, port, address_p, length_p) ? KVX_OK : KVX_E_INVALID;
+}
+
+void kvx_tcp_address_format(const struct sockaddr_storage *address, char *text, size_t size) {
+    char host[INET6_ADDRSTRLEN];
+    if (address->ss_family == AF_INET6) {
+        const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)address;
+        inet_ntop(AF_INET6, &v6->sin6_addr, host, sizeof host);
+        snprintf(text, size, "[%s]:%u", host, ntohs(v6->sin6_port));
+    } else {
+        const struct sockaddr_in *v4 = (const struct sockaddr_in *)address;
+        inet_ntop(AF_INET, &v4->sin_addr, host, sizeof host);
+        snprintf(text, size, "%s:%u", host, ntohs(v4->sin_port));
+    }
+}
+
+/* The same address apart from the port, with v4-mapped v6 read as v4. */
+static bool same_host(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
+    if (a->ss_family != b->ss_family) {
+        return false;
+    }
+    if (a->ss_family == AF_INET6) {
+        return memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr, &((const struct sockaddr_in6 *)b)->sin6_addr, 16) ==
+               0;
+    }
+    return ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
+}
+
+static bool is_loopback(const struct sockaddr_storage *address) {
+    if (address->ss_family == AF_INET6) {
+        const struct in6_addr *v6 = &((const struct sockaddr_in6 *)address)->sin6_addr;
+        return IN6_IS_ADDR_LOOPBACK(v6) || (IN6_IS_ADDR_V4MAPPED(v6) && v6->s6_addr[12] == 127);
+    }
+    return ntohl(((const struct sockaddr_in *)address)->sin_addr.s_addr) >> 24 == 127;
+}
+
+/* Would a connection to this address stay on this host? A datagram socket tells which local address the kernel would
+ * use; nothing is sent. */
+static bool leads_here(const struct sockaddr_storage *address, socklen_t length) {
+    if (is_loopback(address)) {
+        return true;
+    }
+    int fd = socket(address->ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+        return false;
+    }
+    struct sockaddr_storage local;
+    socklen_t local_length = sizeof local;
+    bool here = connect(fd, (const struct sockaddr *)address, length) == 0 &&
+                getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 && same_host(&local, address);
+    close(fd);
+    return here;
+}
+
+static void set_option(int fd, int level, int option, int value) {
+    (void)setsockopt(fd, level, option, &value, sizeof value); /* each is an improvement, none is needed */
+}
+
+static void set_congestion(int fd, const char *name) {
+    if (*name) {
+        (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, (socklen_t)strlen(name));
+    }
+}
+
+/* Keepalive notices a dead host while nothing is under way, kvx_tcp_silence when something is. TCP_USER_TIMEOUT would
+ * do both, but it also ends connections whose other side is alive and does not read for a while. */
+static void set_common(int fd) {
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 4);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted) {
+    struct sockaddr_storage local, remote;
+    socklen_t local_length = sizeof local, remote_length = sizeof remote;
+    set_common(fd);
+    if (accepted && *tcp->congestion && getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
+        getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && !same_host(&local, &remote) &&
+        !is_loopback(&remote)) {
+        set_congestion(fd, tcp->congestion_default);
+    }
+}
+
+int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, socklen_t length, int *fd_p) {
+    int fd = kvx_owned(socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (fd < 0) {
+        return errno;
+    }
+    if (*tcp->congestion && leads_here(address, length)) {
+        set_congestion(fd, tcp->congestion);
+    }
+    set_common(fd);
+    if (connect(fd, (const struct sockaddr *)address, length) != 0 && errno != EINPROGRESS) {
+        int error = errno;
+        close(fd);
+        return error;
+    }
+    *fd_p = fd;
+    return 0;
+}
+
+bool kvx_tcp_to_itself(int fd) {
+    struct sockaddr_storage local, remote;
+    socklen_t local_length = sizeof local, remote_length = sizeof remote;
+    memset(&local, 0, sizeof local);
+    memset(&remote, 0, sizeof remote);
+    return getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
+           getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && local_length == remote_length &&
+           memcmp(&local, &remote, local_length) == 0;
+}
+
+bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p) {
+    struct tcp_info info;
+    socklen_t length = sizeof info;
+    int unsent = 0;
+    memset(&info, 0, sizeof info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) {
+        return false;
+    }
+    (void)ioctl(fd, SIOCOUTQ, &unsent); /* in the queue and not acknowledged */
+    *silent_ms_p =
+        info.tcpi_last_ack_recv < info.tcpi_last_data_recv ? info.tcpi_last_ack_recv : info.tcpi_last_data_recv;
+    return unsent > 0;
+}
+
+int kvx_tcp_error(int fd) {
+    int error = 0;
+    socklen_t length = sizeof error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) {
+        return errno;
+    }
+    return error;
+}
+
+int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
+    const char *bind_text = tcp->config->tcp_bind && *tcp->config->tcp_bind ? tcp->config->tcp_bind : "127.0.0.1";
+    struct sockaddr_storage address;
+    socklen_t length;
+    char host[KVX_ENDPOINT_MAX];
+    snprintf(host, sizeof host, "%s", bind_text);
+    size_t last = strlen(host);
+    char *text = host;
+    if (last > 2 && host[0] == '[' && host[last - 1] == ']') {
+        host[last - 1] = '\0';
+        text++;
+    }
+    if (tcp->config->tcp_port > 65535 || !parse_host(text, (uint16_t)tcp->config->tcp_port, &address, &length)) {
+        snprintf(why, why_size, "tcp cannot listen on \"%s\" port %u: not a numeric IPv4 or IPv6 address and port",
+                 bind_text, tcp->config->tcp_port);
+        return KVX_E_INVALID;
+    }
+    int fd = kvx_owned(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (fd >= 0) {
+        socklen_t size = sizeof tcp->congestion_default - 1;
+        (void)getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, tcp->congestion_default, &size);
+        set_congestion(fd, tcp->congestion);
+        set_option(fd, SOL_SOCKET, SO_REUSEADDR,
+                   1); /* a restart may take over its port from connections in TIME_WAIT */
+    }
+    if (fd < 0 || bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, TCP_BACKLOG) != 0) {
+        int error = errno;
+        const char *hint =
+            error == EADDRINUSE      ? "; another process listens there: set data_port to another one, or to 0 for any"
+            : error == EADDRNOTAVAIL ? "; no interface of this host has that address: set data_bind to one that it has"
+            : error == EACCES        ? "; ports below 1024 need a privilege"
+                                     : "";
+        snprintf(why, why_size, "tcp cannot listen on \"%s\" port %u: %s%s", bind_text, tcp->config->tcp_port,
+                 strerror(error), hint);
+        if (fd >= 0) {
+            close(fd);
+        }
+        return error == EMFILE || error == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
+    }
+    length = sizeof address;
+    (void)getsockname(fd, (struct sockaddr *)&address, &length);
+    kvx_tcp_address_format(&address, tcp->endpoint, sizeof tcp->endpoint);
+    tcp->listen_fd = fd;
+    return KVX_OK;
+}

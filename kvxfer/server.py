@@ -1,0 +1,497 @@
+"""The daemon: `async with Server(config) as server` is a node that workers and peers can reach.
+
+The idea: everything that can fail at the start (configuration, sockets, engine) happens in one place and in one order,
+so a daemon is either fully up or has left nothing behind; the end is the same list backwards. In between this file
+does nothing: links speak to the dispatcher, the dispatcher to the registry. Used by `kvxfer serve`, and embedded by
+`kvxfer.local()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import resource
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgpack
+
+from kvxfer.addresses import format_address, parse_address
+from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
+from kvxfer.config.paths import daemon_socket, ensure_socket_dir, socket_dir
+from kvxfer.daemon.acceptor import Acceptor
+from kvxfer.daemon.allow import Allowed
+from kvxfer.daemon.dispatch import Dispatcher
+from kvxfer.daemon.forward import Forwarder, settle_late
+from kvxfer.daemon.gauges import samples
+from kvxfer.daemon.http import HttpServer, Response
+from kvxfer.daemon.identity import package_version, stable_node_id
+from kvxfer.daemon.landing import LandingPool
+from kvxfer.daemon.leftovers import remove_dead_directories, remove_leftovers
+from kvxfer.daemon.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_code
+from kvxfer.daemon.pool import Pool
+from kvxfer.dataplane.plane import DataPlane
+from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
+from kvxfer.errors import ClosedError, KvxferError, PeerDraining
+from kvxfer.native.ascend import AscendFacts, probe
+from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
+from kvxfer.native.installed import installed
+from kvxfer.native.transports import accelerators_likely
+from kvxfer.net.credentials import Credentials
+from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.listeners import UnixListener, bound_address, check_way_back, listen_tcp
+from kvxfer.rendezvous.registry import Registry
+from kvxfer.tasks import TaskOwner
+from kvxfer.wire.session import VERSIONS
+
+PING_KEY, PING_DEVICE_KEY, PING_BYTES = "kvxfer.ping", "kvxfer.ping.device", 1 << 20
+EMBEDDED_PREFIX = "kvxfer-local-"
+EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp adds
+WORKERS_CEILING = 4096  # of the option workers_max
+LINKS_SHARE = 0.25  # of this process's descriptors, for each of peers and workers; memory and data need the others
+WORKER_DEAD_S_MAX = 60.0
+CUT_OFF_S = 0.5  # other nodes may take so long to hear of claims that were cut off
+LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
+
+log = logging.getLogger("kvxfer.server")
+
+
+def embedded_config(**options: Any) -> Config:
+    """The configuration of a daemon inside another process; ``options`` override its defaults."""
+    return Config.embedded(**options)
+
+
+class Server:
+    """One node's daemon. ``embedded`` gives it a socket directory of its own, which ends with it.
+
+    ``clock`` (monotonic seconds) and ``rng`` (jitter) can be handed in. ``async with`` raises `ConfigError` when it
+    cannot start, and has then left nothing behind.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        embedded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self._embedded = embedded
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._cleanup = AsyncExitStack()
+        self._tasks = TaskOwner("daemon")
+        self._http = HttpServer({"/metrics": self._scrape, "/healthz": self._healthz, "/readyz": self._readyz})
+        self._close_reason = "the daemon ends"
+        self.credentials: Credentials
+        self._poll_timer: asyncio.TimerHandle | None = None
+        self.started_at = time.time()
+        self._ended: dict[tuple[str, str], int] = {}
+        self.late_replies = 0
+        self.engines = EngineCounters()
+        self.incarnation = secrets.token_hex(16)
+        self.node_id = ""
+        self.addresses: tuple[str, ...] = ()
+        self.data_hosts: tuple[str, ...] = ()
+        self._accelerator: dict[str, object] = {}
+        self.ready = False
+        self.draining = False
+        self.waits_for_peers = False  # until every peer of `preconnect` was reached once
+        self._sweeping = False
+        self._lapsed: dict[Link, float] = {}  # links that what they were proved with no longer counts for, since when
+        self._linked: list[Acceptor | Pool] = []
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Server:
+        try:
+            await self._start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self, reason: str = "the daemon ends") -> None:
+        """Say goodbye to everybody, close everything, remove the socket. Idempotent."""
+        self.ready, self.draining = False, True
+        self._close_reason = reason
+        for party in self._linked:  # all at once: each may take its time to send what is queued
+            party.start_close(reason)
+        await self._cleanup.aclose()
+
+    async def drain(self) -> bool:
+        """Take nothing new, withdraw what nobody claimed, and wait up to `drain_s` for live claims to end.
+
+        What has not ended by then ends as cancelled (``by="draining"``) on both sides. Returns whether all ended by
+        themselves. Close the server afterwards.
+        """
+        self.ready, self.draining = False, True
+        idle = self.dispatcher.drain()
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await idle.wait()
+        except TimeoutError:
+            counts = self.registry.counts()
+            log.warning("drain_s is over, %d claims are cancelled", counts.claims + counts.routes)
+            self.dispatcher.cut_off()
+            await self.forwarder.wait_settled(CUT_OFF_S)
+            return False
+        return True
+
+    async def _start(self) -> None:
+        config = self.config
+        config.check_security()
+        self.credentials = Credentials(config)
+        self._directory = self._make_directory()
+        unix = UnixListener(daemon_socket(self._directory), shared=bool(config.socket_uids))
+        self._cleanup.callback(unix.close)
+        self.socket_path = unix.path
+        tcp = self._bind("listen", config.listen)
+        self.addresses = tuple(str(address) for address in config.advertised(bound_address(tcp)))
+        http = self._bind("http", config.http) if config.http else None
+        own = secrets.token_hex(16) if self._embedded else stable_node_id(config, self._directory)
+        self.node_id = self.credentials.node_id or own  # a certificate says whose it is
+        self._open_engine()
+        self._open_control()
+        await self._accept(unix.socket, tcp)
+        await self._share_ping_regions()
+        self._accelerator = await self._accelerators()
+        if http is not None:
+            await self._http.start(http)
+        self._cleanup.push_async_callback(self._http.aclose)
+        if config.landing_prewarm_bytes:
+            self._tasks.spawn(self.landings.prewarm(), "prewarm the landing pool")
+        remove_leftovers(self._directory, self._live_engines())
+        self._cleanup.callback(self._stop_polling)
+        self._poll_credentials()
+        self.ready = True
+
+    def _make_directory(self) -> Path:
+        if not self._embedded:
+            return ensure_socket_dir(socket_dir(self.config), shared=bool(self.config.socket_uids))
+        place = tempfile.gettempdir()
+        if len(place) + EMBEDDED_PATH_CHARS > SOCKET_DIR_CHARS_MAX:  # sockets need a short path
+            place = "/tmp"
+        remove_dead_directories(Path(place), EMBEDDED_PREFIX)
+        directory = Path(tempfile.mkdtemp(prefix=EMBEDDED_PREFIX, dir=place))
+        self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        return directory
+
+    def _bind(self, key: str, text: str) -> socket.socket:
+        listener = listen_tcp(key, parse_address(text))
+        self._cleanup.callback(listener.close)
+        return listener
+
+    def _open_engine(self) -> None:
+        config = self.config
+        engine = Engine(EngineConfig.from_config(config, secrets.token_bytes(16), socket_dir=str(self._directory)))
+        try:
+            self.data_hosts = self._data_hosts(engine)
+            self.plane = DataPlane(
+                engine, config, node_id=self.node_id, incarnation=self.incarnation, advertise=self.data_hosts
+            )
+        except BaseException:
+            engine.close()
+            raise
+        self.engine = engine
+        level = logging.DEBUG if self._embedded else logging.WARNING
+        for name, why in engine.unavailable.items():
+            log.log(level, "%s is not used: %s", name, why)
+        self._cleanup.push_async_callback(self.plane.aclose)
+        self.engines.add("daemon", engine.counters)
+
+    def _data_hosts(self, engine: Engine) -> tuple[str, ...]:
+        """The hosts that peers' engines dial; empty: the bound one. Raises `ConfigError`, never names a wildcard."""
+        for info in engine.transports:
+            if info.endpoint and not info.same_host:
+                bound = parse_address(info.endpoint)
+                if not self.config.data_advertise and bound.is_wildcard and self.config.advertise:
+                    return tuple(dict.fromkeys(parse_address(text).host for text in self.addresses))
+                known = self.config.data_advertised(bound)
+                return tuple(dict.fromkeys(address.host for address in known)) if known != (bound,) else ()
+        return ()
+
+    def _open_control(self) -> None:
+        config, clock = self.config, self._clock
+        room = replace(config, workers_max=min(WORKERS_CEILING, config.workers_max + 1))  # the daemon itself is one
+        self.registry = Registry(room, node_id=self.node_id, incarnation=self.incarnation, random=secrets.token_bytes)
+        self.dispatcher = Dispatcher(config, self.registry, node_id=self.node_id, clock=clock, status=self._status)
+        self.dispatcher.own_addresses = frozenset(self.addresses)
+        self._cleanup.callback(self.dispatcher.close)
+        self._cleanup.push_async_callback(self._tasks.aclose)
+        self.pool = Pool(self._dial, self._tasks, config, clock=clock, rng=self._rng, needed=self._needed)
+        self._cleanup.push_async_callback(self._close_pool)
+        self._linked.append(self.pool)
+        self.allowed = Allowed(config)
+        self.forwarder = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock, self._rng)
+        self.dispatcher.forwarding = self.forwarder
+        self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
+        self.dispatcher.landings = self.landings
+
+    async def _accept(self, unix: socket.socket, tcp: socket.socket) -> None:
+        config = self.config
+        # Nobody learns a node's workers; they are told who we are, peers as well.
+        facts = self._facts()
+        about = self.dispatcher
+        common: dict[str, Any] = {"on_message": about.on_message, "on_late": settle_late, "queues": about.queues}
+        self.workers = Acceptor(
+            config,
+            facts,
+            roles=("worker", "tool"),
+            links_max=self._bounded(config.workers_max + config.handshakes_max),
+            on_ready=self._worker_ready,
+            authorise=self.allowed.worker,
+            same_user=True,
+            # A worker that computes may not look at its sockets for long; the kernel tells at once when it dies.
+            limits=replace(config, dead_s=max(config.dead_s, min(config.lease_s, WORKER_DEAD_S_MAX))),
+            **common,
+        )
+        self.peers = Acceptor(
+            config,
+            facts,
+            roles=("peer", "tool"),
+            links_max=self._bounded(config.links_max),
+            on_ready=self._peer_ready,
+            credentials=self.credentials,
+            authorise=self.allowed.peer,
+            **common,
+        )
+        for acceptor, listener in ((self.workers, unix), (self.peers, tcp)):
+            self._cleanup.push_async_callback(self._close_acceptor, acceptor)
+            self._linked.append(acceptor)
+            await acceptor.start(listener)
+
+    def _bounded(self, links_max: int) -> int:
+        """Fewer connections than configured when this process may not open so many descriptors: what is refused costs
+        less than what breaks off in the middle."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        bound = max(1, int(descriptors * LINKS_SHARE))
+        if bound < links_max:
+            level = logging.DEBUG if self._embedded else logging.WARNING
+            log.log(level, "a limit of %d open files allows %d of %d connections", descriptors, bound, links_max)
+        return min(links_max, bound)
+
+    async def _close_acceptor(self, acceptor: Acceptor) -> None:
+        await acceptor.aclose(self._close_reason)
+
+    async def _close_pool(self) -> None:
+        await self.pool.aclose(self._close_reason)
+
+    async def _share_ping_regions(self) -> None:
+        """What `kvxfer ping` writes to and reads from: in host memory, and on a device if one is set."""
+        self._share_ping_region(PING_KEY, self.engine.alloc(PING_BYTES))
+        if self.config.ping_device:
+            device = int(self.config.ping_device)
+            try:
+                on_device = partial(self.engine.alloc, PING_BYTES, kind=MemoryKind.HBM, device=device)
+                self._share_ping_region(PING_DEVICE_KEY, await asyncio.to_thread(on_device))
+            except KvxferError as failure:
+                log.warning("device %d has no block for `kvxfer ping`: %s", device, failure)
+
+    async def _accelerators(self) -> dict[str, object]:
+        """What to tell tools about this node's accelerators: what is installed, and more when a transport for them has
+        loaded their libraries.
+        """
+        if not accelerators_likely():
+            return {}
+        there = await asyncio.to_thread(installed)
+        kinds = (info for info in self.engine.transports if info.moves(MemoryKind.HBM))
+        if all(info.moves(MemoryKind.DRAM) for info in kinds):
+            return there
+        found = await asyncio.to_thread(probe)
+        if not isinstance(found, AscendFacts):
+            return there
+        loaded = {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
+        return there | loaded | ({"reported": found.reported} if found.reported else {})
+
+    def _share_ping_region(self, key: str, region: RegionInfo) -> None:
+        descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
+        body = msgpack.packb(descriptor.to_dict())
+        _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
+        self.dispatcher.run(rest)
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def preconnect(self, addresses: Sequence[str]) -> None:
+        """Connect to a node now and stay connected, so that the first transfer does not wait for it.
+
+        Raises `ConfigError` when that node could never reach this one.
+        """
+        if not self.ready:
+            raise ClosedError("the daemon is not running")
+        check_way_back(self.addresses, addresses)
+        self.pool.preconnect(addresses)
+
+    async def _dial(self, addresses: Sequence[str], node_id: str) -> Link:
+        link = await Link.dial(
+            addresses,
+            self._facts(),
+            self.config,
+            credentials=self.credentials,
+            authorise=self.allowed.peer,
+            expected_node_id=node_id,
+            on_message=self.dispatcher.on_message,
+            on_late=settle_late,
+            queues=self.dispatcher.queues,
+        )
+        self._watch(link, "peer")
+        self.dispatcher.add(link)
+        return link
+
+    def _facts(self) -> LinkFacts:
+        config = self.config
+        return LinkFacts(
+            role="peer",
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            name=config.node_name,
+            namespace=config.namespace,
+        )
+
+    def reload_credentials(self) -> None:
+        """Read the files of secret and certificate again now.
+
+        Connections that were proved by what is no longer accepted are closed after `reload_grace_s`.
+        """
+        self.credentials.reload()
+        self._look_at_links()
+
+    def _poll_credentials(self) -> None:
+        if self.credentials.watches:
+            self.credentials.poll()
+            self._look_at_links()
+            self._poll_timer = asyncio.get_running_loop().call_later(self.config.reload_s, self._poll_credentials)
+
+    def _look_at_links(self) -> None:
+        """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
+        now, lapsed = self._clock(), {}
+        for link in (*self.peers.links, *self.pool.links):
+            if not self.credentials.accepts(link.proved_with, link.authorities, link.peer.node_id):
+                lapsed[link] = self._lapsed.get(link, now)
+        self._lapsed = lapsed
+        for link, since in lapsed.items():
+            if now - since >= self.config.reload_grace_s:
+                log.warning("%s: what it has proved itself with is no longer accepted", link.name)
+                link.start_close("what it was proved with is no longer accepted")
+
+    def _stop_polling(self) -> None:
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
+
+    def _needed(self, link: Link) -> bool:
+        return self.registry.live_claims(link) > 0
+
+    def _peer_ready(self, link: Link) -> None:
+        self._watch(link, link.peer.role)
+        self.pool.heard_from(link.peer.node_id)
+        self.forwarder.unsettled.heard_from(link.peer.node_id)
+        self.dispatcher.add(link)
+
+    def _worker_ready(self, link: Link) -> None:
+        self._watch(link, link.peer.role)
+        self.engines.add_file(link, link.peer.counters_path, self._directory)
+        self.dispatcher.add(link)
+
+    def _watch(self, link: Link, role: str) -> None:
+        link.closed.add_done_callback(lambda reason: self._link_ended(link, role, reason.result()))
+
+    def _link_ended(self, link: Link, role: str, reason: KvxferError) -> None:
+        key = (role, known_code(reason.code))
+        self._ended[key] = self._ended.get(key, 0) + 1
+        self.late_replies += link.late_replies
+        self.engines.remove(link)
+        expected = role == "tool" or isinstance(reason, ClosedError | PeerDraining)
+        log.log(
+            logging.DEBUG if expected else logging.WARNING,
+            "the link to %s %s ended: %s",
+            role,
+            link.name,
+            reason.message,
+        )
+        if role == "worker" and not self.draining and not self._sweeping:
+            self._sweeping = True  # one look for all that end together
+            asyncio.get_running_loop().call_later(LEFTOVERS_AFTER_S, self._remove_leftovers)
+
+    def _remove_leftovers(self) -> None:
+        self._sweeping = False
+        if not self.draining:
+            remove_leftovers(self._directory, self._live_engines())
+
+    def _live_engines(self) -> frozenset[str]:
+        linked = (link.peer.engine_id for link in self.workers.links)
+        return frozenset((self.engine.engine_id.hex(), *linked))
+
+    # -- looking ---------------------------------------------------------------------------------------------
+
+    @property
+    def http_address(self) -> str:
+        """Where metrics and probes are served; empty: nowhere."""
+        return format_address(parse_address(self.config.http).host, self._http.port) if self._http.port else ""
+
+    def _healthz(self) -> Response:
+        return Response(body=b"ok\n")
+
+    def _readyz(self) -> Response:
+        if self.ready and self.waits_for_peers:
+            unreached = self.pool.unreached()
+            if unreached:
+                return Response(status=503, body="".join(f"waiting for {one}\n" for one in unreached).encode())
+            self.waits_for_peers = False
+        if self.ready and (unready := self.dispatcher.reports.unready):
+            return Response(status=503, body="".join(f"{one}\n" for one in unready).encode())
+        if self.ready:
+            return Response(body=b"ready\n")
+        return Response(status=503, body=b"draining\n" if self.draining else b"starting\n")
+
+    def _scrape(self) -> Response:
+        return Response(body=Metrics(self.engines, lambda: samples(self)).render(), content_type=CONTENT_TYPE)
+
+    def _status(self) -> bytes:
+        status = {
+            "node_id": self.node_id,
+            "namespace": self.config.namespace,
+            "node_name": self.config.node_name or socket.gethostname(),
+            "incarnation": self.incarnation,
+            "version": package_version(),
+            "protocol": VERSIONS[1],
+            "addresses": list(self.addresses),
+            "data_advertise": list(self.data_hosts),
+            "data_bind": self.config.data_bind_host,
+            "hixl_bind": self.config.hixl_bind_host,
+            "tcp_encryption": self.config.tcp_encryption,
+            "engine_id": self.engine.engine_id.hex(),
+            "transports": [info.name for info in self.engine.transports],
+            "unavailable": dict(self.engine.unavailable),
+            "accelerator": self._accelerator,
+            "uptime_s": time.time() - self.started_at,
+            "draining": self.draining,
+            "counts": asdict(self.registry.counts()),
+            "breakers": self.pool.states(),
+            "breakers_open": self.pool.given_up(),
+            "unsettled": len(self.forwarder.unsettled),
+            "landing_used_bytes": self.landings.used_bytes,
+        }
+        packed: bytes = msgpack.packb(status)
+        return packed
+
+    @property
+    def links_ended(self) -> Mapping[tuple[str, str], int]:
+        """How many links of each role ended for each reason (an error's code)."""
+        return self._ended
