@@ -124,7 +124,7 @@ TASK_OWNERS = {
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
     *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py", "test_ascend_flows.py"),
-    "flows/test_ranks.py",
+    *("test_planner_ranks.py", "flows/test_ranks.py"),
     *(
         "adversity/",
         "cases/",
