@@ -336,6 +336,10 @@ class Dispatcher:
         """End one of the daemon's own postings; harmless when it has ended."""
         self.run(self.registry.withdraw(self._clock(), SELF, 0, posting=posting, reason=reason))
 
+    def send_away(self, *, kind: str, key: str, namespace: str, error: KvxferError) -> None:
+        """Tell those who wait for something of the daemon's own that it will not be posted."""
+        self.run(self.registry.send_away(self._clock(), kind=kind, key=key, namespace=namespace, error=error))
+
     def refuse(self, link: Link, rid: int, error: KvxferError) -> None:
         """Answer a request with an error."""
         self._send(link, error_reply(error, rid))

@@ -27,7 +27,18 @@ from kvxfer.daemon.landing_line import Line, Room
 from kvxfer.daemon.landing_memory import Pieces, full, least_loaded_part, parts_of, rounded
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
-from kvxfer.errors import ClosedError, KvxferError, PeerDraining, RegistrationError, TooLarge, UsageError
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    LeaseExpired,
+    PeerDraining,
+    PeerLost,
+    RegistrationError,
+    TooLarge,
+    TransferCancelled,
+    UsageError,
+    ended_by_other,
+)
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.net.link import Link
 from kvxfer.rendezvous import actions as act
@@ -41,6 +52,10 @@ BODIES_BYTES_MAX = 64 << 20  # what askers want back with their landings, of all
 ENTRY_BYTES = 1024  # what one without a body counts for
 
 log = logging.getLogger("kvxfer.landing")
+
+# A writer that ends closes its data connection at once; why it ended comes through the daemons, a little later. And one
+# whose daemon has gone may be about to connect.
+WHY_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +76,7 @@ class Landing:
     ticket: str = ""
     posting: str = ""
     committed: bool = False
+    orphaned: bool = False  # nobody can say through the daemons what becomes of its writer
     ended: bool = False
     quiet: list[asyncio.Future[Event]] = field(default_factory=list)
 
@@ -147,6 +163,13 @@ class LandingPool:
     async def _land_in_turn(self, link: Link, message: m.Land, size: int) -> None:
         try:
             account = self._account(link)
+            namespace, begun = self._dispatcher.registry.namespace_of(link), False
+
+            def begin() -> None:
+                nonlocal begun
+                begun = True
+                self._begin(link, message, size, in_turn=True)
+
             if not await self._line.wait(
                 lambda: self._room(account, size),
                 account=account,
@@ -154,9 +177,11 @@ class LandingPool:
                 request=message.rid,
                 gone=link.closed,
                 wait_s=message.wait_s,
-                then=lambda: self._begin(link, message, size, in_turn=True),
+                then=begin,
             ):
                 self._refuse_full(size)
+            if not begun:
+                self._tell_adopters(namespace, message.key, _left(message.key, link))
         except KvxferError as error:
             self._dispatcher.refuse(link, message.rid, error)
 
@@ -267,10 +292,11 @@ class LandingPool:
         """The memory is there: give the asker the single claim of a ticket for writing it."""
         try:
             if link.closed.done() or landing.given_up:
-                raise ClosedError("the one who asked is gone")
+                raise _left(landing.key, link)
             posted, rest = self._post(landing, "ticket", ACCESS_WRITE)
         except KvxferError as error:
-            self._end(landing, str(error))
+            # Who asked, and was refused, may try again.
+            self._end(landing, error, tell=link.closed.done() or landing.given_up)
             self._dispatcher.refuse(link, message.rid, error)
             return
         landing.ticket = posted.posting
@@ -286,7 +312,7 @@ class LandingPool:
         )
         self._dispatcher.run([*rest, *claimed])
         if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
-            self._end(landing, "could not be claimed")
+            self._end(landing, ClosedError("it could not be claimed"), tell=False)
 
     def _post(self, landing: Landing, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
         """Offer access to the memory, once; see `Dispatcher.post_own`."""
@@ -314,14 +340,25 @@ class LandingPool:
         if landing.ended or landing.committed:
             return
         if event.kind == EventKind.GRANT_LOST:
-            self._end(landing, "its writer vanished before the commit")
+            if landing.orphaned:
+                self._vanished(landing)
+            else:
+                self._look_later(landing)
         elif event.kind == EventKind.NOTIFY:
             kind = tags.unpack(event.tag).kind
             if kind == tags.COMMIT:
                 landing.committed = True
                 self._owner.spawn(self._publish(landing), "publish a landing")
             elif kind == tags.ABORT:
-                self._end(landing, "its writer gave up")
+                self._end(landing, TransferCancelled(f"the push of {landing.key} was given up", by="peer"))
+
+    def _look_later(self, landing: Landing) -> None:
+        asyncio.get_running_loop().call_later(WHY_S, self._vanished, landing)
+
+    def _vanished(self, landing: Landing) -> None:
+        """The writer's connection has ended, unless there is another one by now."""
+        if not landing.committed and not landing.ended and self._plane.engine.attached(landing.grant) <= 0:
+            self._end(landing, PeerLost(f"the worker that pushed {landing.key} vanished before the commit"))
 
     # -- adopting --------------------------------------------------------------------------------------------
 
@@ -335,7 +372,7 @@ class LandingPool:
         try:
             posted, rest = self._post(landing, "landing", ACCESS_READ)
         except KvxferError as error:
-            self._end(landing, str(error))
+            self._end(landing, error)
             return
         self.landed += 1
         landing.posting = posted.posting
@@ -345,10 +382,15 @@ class LandingPool:
     def on_event(self, event: act.Notify) -> None:
         """Something happened to one of the daemon's own postings."""
         landing = self._by_posting.get(event.posting)
-        if landing is None or event.what in ("claimed", "orphaned"):
-            return  # the data path tells whether a claimant whose daemon is out of reach goes on
+        if landing is None or event.what == "claimed":
+            return
+        if event.what == "orphaned":  # the data path tells whether a claimant whose daemon is out of reach goes on
+            landing.orphaned = True
+            if event.posting == landing.ticket:
+                self._look_later(landing)
+            return
         if event.posting == landing.posting:
-            self._end(landing, event.what)
+            self._end(landing, _ended(landing.key, event))
             return
         done = event.what == "settled" and event.code == "done"
         if done and not landing.committed:
@@ -357,20 +399,26 @@ class LandingPool:
             self._by_posting.pop(event.posting, None)
             self._dispatcher.withdraw_own(event.posting, "the landing is written")
         elif not done:
-            self._end(landing, f"{event.what} {event.code}".strip())
+            self._end(landing, _ended(landing.key, event))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self, landing: Landing, why: str) -> None:
+    def _end(self, landing: Landing, why: KvxferError, *, tell: bool = True) -> None:
         if landing.ended:
             return
         landing.ended = True
         log.debug("the landing %s ends: %s", landing.key, why)
         self._forget(landing)
+        if tell and not landing.posting:
+            self._tell_adopters(landing.namespace, landing.key, why)
         self._revoke(landing)
         if landing.region is not None:
             self.quarantined += 1
             self._owner.spawn(self._reuse(landing, landing.region), "reuse a landing")
+
+    def _tell_adopters(self, namespace: str, key: str, why: KvxferError) -> None:
+        """They need not wait any longer; who comes later waits for the next push."""
+        self._dispatcher.send_away(kind="landing", key=key, namespace=namespace, error=why)
 
     def _forget(self, landing: Landing) -> None:
         self._by_key.pop((landing.namespace, landing.key), None)
@@ -390,6 +438,23 @@ class LandingPool:
         self.quarantined -= 1
         landing.part.keep(region, landing.size)
         self._give_back(landing)
+
+
+def _left(key: str, link: Link) -> KvxferError:
+    """Why a landing is not made that somebody asked for."""
+    if link.closed.done():
+        return PeerLost(f"whoever was to push {key} ended before it began")
+    return TransferCancelled(f"the push of {key} was given up before it began", by="peer")
+
+
+def _ended(key: str, event: act.Notify) -> KvxferError:
+    """Why a landing ends, by what became of its claim or its posting."""
+    what = f"the push of {key} ended before it was committed"
+    if event.what == "lost":
+        return PeerLost(f"{what}: {event.detail or 'its worker died'}")
+    if event.what == "expired":
+        return LeaseExpired(f"{what}: its lease ran out")
+    return ended_by_other(event.code, f"{what}: {event.detail or event.code or event.what}")
 
 
 def _body_bytes(asked: m.Land | Landing) -> int:

@@ -485,9 +485,10 @@ class Book:
                 actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id, waiter.boxes)
             except KvxferError as error:
                 actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
-        return actions + (self._send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
+        return actions + (self.send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
 
-    def _send_away(self, line: Line, error: KvxferError) -> list[Action]:
+    def send_away(self, line: Line, error: KvxferError) -> list[Action]:
+        """Whoever waits for this hears that it will not come."""
         actions: list[Action] = []
         for waiter in self._waiting.line(line):
             self._drop_waiter(waiter)
@@ -509,7 +510,7 @@ class Book:
         posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
         self._ended.add(posting, how, committed=detail == COMMITTED)
-        return actions + self._send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
+        return actions + self.send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
     def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
         if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected

@@ -235,6 +235,10 @@ class Registry:
             actions += self._book.give_up(now, found)
         return actions
 
+    def send_away(self, now: float, *, kind: str, key: str, namespace: str, error: KvxferError) -> list[Action]:
+        """What was to be posted under this key will not be: those who wait for it are refused with this error."""
+        return self.expire(now) + self._book.send_away((namespace, kind, key), error)
+
     def claimed_elsewhere(self, now: float, answer: Claimed) -> list[Action]:
         """Another node granted a claim of our worker (`answer.link`, `answer.rid`): keep the route and pass it on.
 

@@ -12,11 +12,25 @@ import pytest
 from kvxfer.daemon import landing_memory as pool_module
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import AccessDenied, BusyError, ConfigError, PeerDraining, TooLarge, UnknownTransfer, UsageError
-from kvxfer.native.engine import OpKind
+from kvxfer.errors import (
+    AccessDenied,
+    BusyError,
+    ConfigError,
+    GeometryMismatch,
+    KvxferError,
+    LeaseExpired,
+    PeerDraining,
+    PeerLost,
+    TooLarge,
+    TransferCancelled,
+    UnknownTransfer,
+    UsageError,
+)
+from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
+from tests.conftest import slack
 from tests.nodes import Worker, node, until, worker
 
 MIB = 1 << 20
@@ -317,3 +331,103 @@ async def test_what_is_given_up_while_its_memory_is_allocated_is_not_made(monkey
         assert not server.registry.tally.ended, "nobody was given a claim"
         await asker.ask(land())
         assert not server.landings._allocating
+
+
+async def adopting(local: Worker, key: str = "request") -> asyncio.Future[Any]:
+    """A worker that waits for a landing which is being written."""
+    waiting = asyncio.ensure_future(local.link.request(adopt(key, wait_s=30.0), timeout=40))
+    await local.ask(m.Echo())  # the claim has been read
+    return waiting
+
+
+ENDS: dict[str, type[KvxferError]] = {
+    "settled cancelled": TransferCancelled,
+    "settled failed": GeometryMismatch,
+    "closed": TransferCancelled,
+    "died": PeerLost,
+    "aborted": TransferCancelled,
+    "expired": LeaseExpired,
+    "vanished": PeerLost,
+    "drained": TransferCancelled,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_who_waits_to_adopt_hears_at_once_that_the_landing_died(end: str) -> None:
+    async with node() as server, worker(server) as local, worker(server) as asker:
+        pusher = Pusher(server)
+        found = await asker.ask(land(lease_s=0.3 if end == "expired" else 30.0))
+        waiting = await adopting(local)
+        match end:
+            case "settled cancelled":
+                await asker.ask(settle(found, "cancelled"))
+            case "settled failed":
+                await asker.ask(settle(found, "failed", "geometry"))
+            case "closed":
+                await asker.ask(settle(found, "failed", "closed"))
+            case "died":
+                asker.link.abort()
+            case "aborted":
+                await pusher.write(found, tags.ABORT)
+            case "vanished":
+                [landing] = server.landings._by_key.values()
+                server.landings._on_engine(landing, Event(EventKind.GRANT_LOST, 0, 0, 1, 0, 0, 0, 0, -1))
+            case "drained":
+                server.dispatcher.run(server.registry.cut_off(server.dispatcher._clock()))
+        with pytest.raises(KvxferError) as told:
+            await asyncio.wait_for(waiting, 2 * slack())
+        assert isinstance(told.value, PeerDraining if end == "drained" else ENDS[end])
+        await free(server)
+
+
+async def test_why_a_landing_died_is_told_although_its_connection_ended_first() -> None:
+    async with node() as server, worker(server) as asker, worker(server) as local:
+        found = await asker.ask(land())
+        waiting = await adopting(local)
+        [landing] = server.landings._by_key.values()
+        server.landings._on_engine(landing, Event(EventKind.GRANT_LOST, 0, 0, 1, 0, 0, 0, 0, -1))
+        await asker.ask(settle(found, "cancelled"))
+        with pytest.raises(TransferCancelled):
+            await asyncio.wait_for(waiting, 2 * slack())
+
+
+@pytest.mark.parametrize("end", ["given up", "died"])
+async def test_who_waits_to_adopt_hears_that_a_push_left_the_line(end: str) -> None:
+    async with (
+        node(landing_bytes_max=MIB) as server,
+        worker(server) as holder,
+        worker(server) as local,
+        worker(server) as asker,
+    ):
+        await holder.ask(land("other"))
+        pushing = asyncio.ensure_future(asker.link.request(land(wait_s=30.0), timeout=40))
+        await asker.ask(m.Echo())
+        waiting = await adopting(local)
+        if end == "died":
+            asker.link.abort()
+        else:
+            pushing.cancel()
+        with pytest.raises(PeerLost if end == "died" else TransferCancelled):
+            await asyncio.wait_for(waiting, 2 * slack())
+        await asyncio.gather(pushing, return_exceptions=True)
+
+
+async def test_who_adopts_later_waits_for_the_next_push() -> None:
+    async with node() as server, worker(server) as asker, worker(server) as local:
+        await asker.ask(settle(await asker.ask(land()), "cancelled"))
+        await free(server)
+        waiting = await adopting(local)
+        await committed(server, asker)
+        assert isinstance(await asyncio.wait_for(waiting, 5 * slack()), m.Claimed)
+
+
+async def test_a_push_that_was_refused_leaves_its_adopter_waiting_for_the_next_try() -> None:
+    async with node(landing_bytes_max=MIB) as server, worker(server) as asker, worker(server) as local:
+        held = await asker.ask(land("other"))
+        waiting = await adopting(local)
+        with pytest.raises(BusyError):
+            await asker.ask(land())
+        await asker.ask(settle(held, "cancelled"))
+        await free(server)
+        await committed(server, asker)
+        assert isinstance(await asyncio.wait_for(waiting, 5 * slack()), m.Claimed)
