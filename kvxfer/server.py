@@ -43,7 +43,7 @@ from kvxfer.daemon.metrics import CONTENT_TYPE, EngineCounters, Metrics, known_c
 from kvxfer.daemon.pool import Pool
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
-from kvxfer.errors import ClosedError, KvxferError, PeerDraining
+from kvxfer.errors import ClosedError, KvxferError, PeerDraining, TooManyPending
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
 from kvxfer.native.installed import installed
@@ -53,7 +53,7 @@ from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.tasks import TaskOwner
-from kvxfer.wire.session import VERSIONS
+from kvxfer.wire.session import VERSIONS, Facts
 
 PING_KEY, PING_DEVICE_KEY, PING_BYTES = "kvxfer.ping", "kvxfer.ping.device", 1 << 20
 EMBEDDED_PREFIX = "kvxfer-local-"
@@ -232,7 +232,9 @@ class Server:
         config, clock = self.config, self._clock
         room = replace(config, workers_max=min(WORKERS_CEILING, config.workers_max + 1))  # the daemon itself is one
         self.registry = Registry(room, node_id=self.node_id, incarnation=self.incarnation, random=secrets.token_bytes)
-        self.dispatcher = Dispatcher(config, self.registry, node_id=self.node_id, clock=clock, status=self._status)
+        self.dispatcher = Dispatcher(
+            config, self.registry, node_id=self.node_id, clock=clock, status=self._status, incarnation=self.incarnation
+        )
         self.dispatcher.own_addresses = frozenset(self.addresses)
         self._cleanup.callback(self.dispatcher.close)
         self._cleanup.push_async_callback(self._tasks.aclose)
@@ -257,7 +259,7 @@ class Server:
             roles=("worker", "tool"),
             links_max=self._bounded(config.workers_max + config.handshakes_max),
             on_ready=self._worker_ready,
-            authorise=self.allowed.worker,
+            authorise=self._admit_worker,
             same_user=True,
             # A worker that computes may not look at its sockets for long; the kernel tells at once when it dies.
             limits=replace(config, dead_s=max(config.dead_s, min(config.lease_s, WORKER_DEAD_S_MAX))),
@@ -270,13 +272,26 @@ class Server:
             links_max=self._bounded(config.links_max),
             on_ready=self._peer_ready,
             credentials=self.credentials,
-            authorise=self.allowed.peer,
+            authorise=self._admit,
             **common,
         )
         for acceptor, listener in ((self.workers, unix), (self.peers, tcp)):
             self._cleanup.push_async_callback(self._close_acceptor, acceptor)
             self._linked.append(acceptor)
             await acceptor.start(listener)
+
+    def _admit(self, facts: Facts) -> None:
+        """Who comes from outside has proved who it is, and is on the lists. Raises `NotAllowed`, `TooManyPending`."""
+        self.allowed.peer(facts)
+        self.dispatcher.nodes.admit(facts)
+
+    def _admit_worker(self, facts: Facts) -> None:
+        """The same for this host. Told in the handshake, whoever is one too many knows why it was refused."""
+        self.allowed.worker(facts)
+        limit = self.config.workers_max
+        if facts.role == "worker" and self.registry.workers > limit:  # the daemon itself is one
+            hint = "end a worker of this node, or raise workers_max in the daemon's configuration"
+            raise TooManyPending("too many workers on this node", option="workers_max", limit=limit, hint=hint)
 
     def _bounded(self, links_max: int) -> int:
         """Fewer connections than configured when this process may not open so many descriptors: what is refused costs

@@ -168,8 +168,12 @@ async def test_tool_may_look_and_not_touch() -> None:
 
 async def test_workers_are_bounded_at_the_maximum() -> None:
     async with node(workers_max=1) as server, worker(server) as first:
-        refused = await Link.dial_unix(str(server.socket_path), LinkFacts(role="worker"), server.config)
-        assert isinstance(await refused.wait_closed(), TooManyPending)
+        with pytest.raises(TooManyPending) as refused:
+            await Link.dial_unix(str(server.socket_path), LinkFacts(role="worker"), server.config)
+        assert refused.value.retryable
+        assert (refused.value.fields["option"], refused.value.fields["limit"]) == ("workers_max", 1)
+        assert "raise workers_max" in str(refused.value)
+        assert "kvxfer serve" not in str(refused.value)
         assert (await first.ask(m.Echo(data=b"still here"))).data == b"still here"
         first.link.abort()
         await until(lambda: server.registry.counts().workers == 1)

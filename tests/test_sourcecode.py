@@ -92,7 +92,7 @@ LAYERS = (
                 for name in (
                     *("acceptor", "confirming", "dispatch", "forward", "gauges", "http", "newcomers"),
                     *("landing", "landing_line", "landing_memory"),
-                    *("leftovers", "metrics", "pool", "reports", "settling"),
+                    *("leftovers", "metrics", "nodes", "pool", "reports", "settling"),
                 )
             ),
             "server",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvxfer.config import Config
+from kvxfer.daemon.nodes import Nodes
 from kvxfer.daemon.reports import Reports
 from kvxfer.errors import (
     AccessDenied,
@@ -27,7 +28,6 @@ from kvxfer.net.link import Link
 from kvxfer.net.queues import Queues
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.rendezvous.shares import Shares
 from kvxfer.wire import boxes, claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -67,6 +67,7 @@ class Dispatcher:
         registry: Registry,
         *,
         node_id: str,
+        incarnation: str,
         clock: Callable[[], float],
         status: Callable[[], bytes],
     ) -> None:
@@ -80,12 +81,12 @@ class Dispatcher:
         self._idle: asyncio.Event | None = None
         self.registry = registry
         self.reports = Reports()
-        self.queues = Queues(config.link_queues_bytes_max)
+        self.queues = Queues(config.link_queues_bytes_max, config.link_queue_bytes_max, config.frame_control_bytes_max)
         self.forwarding: Forwarding
         self.landings: Landings
         self.own_addresses: frozenset[str] = frozenset()
         self.links: set[Link] = set()  # peers
-        self._nodes = Shares(config.links_max + config.peers_max)  # the same by node
+        self.nodes = Nodes(config, node_id=node_id, incarnation=incarnation)
         self.draining = False
         self.backpressured = 0
         registry.add_worker(SELF, SELF)
@@ -104,7 +105,6 @@ class Dispatcher:
                     self._clock(), link, about.node_id, about.incarnation, link.name, about.namespace, link.session
                 )
                 self.links.add(link)
-                self._nodes.take(about.node_id)
                 self.run(back)
                 self._follow(link)
         except KvxferError as refused:
@@ -112,12 +112,14 @@ class Dispatcher:
             self._send(link, error_reply(refused))
             link.start_close(refused.message)
             return
+        if role != "worker":
+            self.nodes.add(link)
         link.closed.add_done_callback(lambda _: self._remove(link))
 
     def _remove(self, link: Link) -> None:
-        if link in self.links:
-            self.links.discard(link)
-            self._nodes.give(link.peer.node_id)
+        self.links.discard(link)
+        if link.peer.role != "worker":
+            self.nodes.remove(link)
         self.forwarding.forget(link)
         self.reports.forget(link)
         self.run(self.registry.remove(self._clock(), link))
@@ -362,6 +364,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Stop the clock."""
+        self.nodes.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -400,10 +403,6 @@ class Dispatcher:
     def link_from(self, node_id: str) -> Link | None:
         """A usable link to a node, whoever made it."""
         return next((link for link in self.links if link.peer.node_id == node_id and link.usable), None)
-
-    def others_than(self, node_id: Hashable) -> bool:
-        """Nodes but this one are linked; it is empty for ourselves."""
-        return self._nodes.others(node_id)
 
     def follow_node(self, node_id: str) -> None:
         """The same for every link to a node, after a claim there began or ended."""

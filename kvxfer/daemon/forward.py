@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -67,6 +68,7 @@ class Forwarder:
         self._clock = clock
         self._running: dict[Link, int] = {}
         self._settling: dict[asyncio.Task[None], ClaimKey] = {}
+        self._told_now: Counter[ClaimKey] = Counter()
         self._claims: dict[Link, dict[int, asyncio.Task[None]]] = {}
         self.unsettled = Settlements(
             self._tell,
@@ -77,7 +79,7 @@ class Forwarder:
             keep_s=config.lease_s_max,
             told=self._told_late,
         )
-        self._confirmations = Confirmations(dispatcher, owner, config, clock, self.settling)
+        self._confirmations = Confirmations(dispatcher, owner, config, clock, self.is_settling)
 
     @property
     def running(self) -> int:
@@ -123,8 +125,9 @@ class Forwarder:
                 return
         with contextlib.suppress(ClosedError):  # this daemon ends, and the other node hears of that
             task = self._owner.spawn(self._settle(action, worker), "settle elsewhere")
-            self._settling[task] = (action.posting, action.claim)
-            task.add_done_callback(self._settling.__delitem__)
+            self._settling[task] = claim = (action.posting, action.claim)
+            self._told_now[claim] += 1
+            task.add_done_callback(self._settled)
 
     def confirm(self, action: act.Confirm) -> None:
         """Ask another node which of these claims it knows."""
@@ -143,6 +146,16 @@ class Forwarder:
     def settling(self) -> set[ClaimKey]:
         """Claims of which other nodes are being told, or will be, how they ended."""
         return self.unsettled.claims | set(self._settling.values())
+
+    def is_settling(self, claim: ClaimKey) -> bool:
+        """This is one of them."""
+        return claim in self._told_now or self.unsettled.about(claim)
+
+    def _settled(self, task: asyncio.Task[None]) -> None:
+        claim = self._settling.pop(task)
+        self._told_now[claim] -= 1
+        if not self._told_now[claim]:
+            del self._told_now[claim]
 
     async def wait_settled(self, timeout: float) -> None:
         """Wait until other nodes have answered what they are being told now."""
@@ -181,6 +194,8 @@ class Forwarder:
             peer = await self._pool.get(message.node, expected, deadline)
             if link.closed.done():  # what it would claim now, nobody could use, nor anybody else
                 raise ClosedError("the worker that asked has ended", peer=link.name)
+            if isinstance(message, m.Claim | m.Land):
+                self._confirmations.asks(peer)
             try:
                 reply = await peer.request(request, timeout=deadline.require("the peer answered", ANSWER))
             except PeerError:

@@ -100,6 +100,10 @@ def _links(server: Server) -> Iterator[Sample]:
         yield Sample(name="kvxfer_links_ended", help=text, value=value, labels=labels, counter=True)
     text = "Links that were dropped because the other side did not read."
     yield Sample(name="kvxfer_links_backpressured", help=text, value=server.dispatcher.backpressured, counter=True)
+    text = "Node ids that several daemons have at the same time; the log names them."
+    yield Sample(name="kvxfer_twin_nodes", help=text, value=len(server.dispatcher.nodes.twins))
+    text = "Bytes that have been received of control messages that are not complete."
+    yield Sample(name="kvxfer_link_unfinished_bytes", help=text, value=server.dispatcher.queues.unfinished)
     text = "Bytes that wait to be sent on all control connections."
     yield Sample(name="kvxfer_link_queued_bytes", help=text, value=server.dispatcher.queues.total)
     text = "Settlements that another node could not be told yet; they are repeated."

@@ -192,15 +192,15 @@ class LandingPool:
             raise UsageError("there is a landing with this key already", key=message.key)
         return namespace
 
-    def _account(self, link: Link) -> Hashable:
+    def _account(self, link: Link) -> str:
         """For whom a landing counts: the node that asks, or this one for all its workers."""
         return link.peer.node_id
 
-    def _room(self, account: Hashable, size: int) -> Room:
+    def _room(self, account: str, size: int) -> Room:
         """Within the share of a node when there are others: what is left of the pool is for them."""
         if not any(part.fits(size) for part in self.parts):
             return Room.NONE
-        if self._line.others(account) or self._dispatcher.others_than(account):
+        if self._line.others(account) or self._dispatcher.nodes.others_than(account):
             held, pieces = self._held, self._pieces
             if is_greedy(held.held(account), held.total, held.limit, size):
                 return Room.SHARE

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -53,6 +53,7 @@ class Settlements:
         self._keep_s = keep_s
         self._told = told
         self._nodes: dict[str, _Node] = {}
+        self._kept: Counter[ClaimKey] = Counter()
         self.given_up = 0
 
     def __len__(self) -> int:
@@ -63,6 +64,10 @@ class Settlements:
         """What they are about."""
         return {claim for node in self._nodes.values() for claim in node.waiting}
 
+    def about(self, claim: ClaimKey) -> bool:
+        """One of them is about this claim."""
+        return claim in self._kept
+
     def keep(self, action: SettleElsewhere) -> None:
         """Tell it later."""
         if len(self) >= self._limit:
@@ -71,7 +76,10 @@ class Settlements:
         name = action.node_id or ",".join(action.node)
         node = self._nodes.get(name)
         known = node or _Node()
-        known.waiting[action.posting, action.claim] = (action, self._clock() + self._keep_s)
+        claim = (action.posting, action.claim)
+        if claim not in known.waiting:
+            self._kept[claim] += 1
+        known.waiting[claim] = (action, self._clock() + self._keep_s)
         if node is None:
             self._nodes[name] = known
             self._owner.spawn(self._repeat(name, known), f"settle at {name}")
@@ -107,7 +115,10 @@ class Settlements:
                 self._give_up(action, str(error))
             except KvxferError as refused:  # it knows nothing of the claim: there is nothing left to end
                 log.debug("claim %d of %s was settled late: %s", action.claim, action.posting, refused)
-            node.waiting.pop(key, None)
+            if node.waiting.pop(key, None) is not None:
+                self._kept[key] -= 1
+                if not self._kept[key]:
+                    del self._kept[key]
             self._told(action)
 
     def _give_up(self, action: SettleElsewhere, why: str) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 from kvxfer.addresses import Address, is_numeric, parse_address
 from kvxfer.errors import (
     AuthenticationError,
+    BusyError,
     IdentityMismatch,
     KvxferError,
     NotAllowed,
@@ -35,7 +36,7 @@ STAGGER_S = 0.25  # the next candidate starts when the last one has been silent 
 CANDIDATES_MAX = 8
 RESOLVED_MAX = 16  # numeric addresses that the candidates may resolve to, together
 # What a peer said, the most telling first; anything else means that the network could not even ask.
-TELLING = (AuthenticationError, NotAllowed, IdentityMismatch, ProtocolError)
+TELLING = (AuthenticationError, NotAllowed, IdentityMismatch, ProtocolError, BusyError)
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -48,7 +48,8 @@ from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, St
 
 UNFINISHED_TLS = "the other side ended the connection during the TLS handshake"
 FLUSH_S = 0.7  # a closing link may take this long to send what is queued
-MESSAGES_PER_TURN = 32  # a link that has more to say goes on after all others had their turn
+# A link that has more to say goes on after all others had their turn: after so many messages, bytes or seconds.
+MESSAGES_PER_TURN, BYTES_PER_TURN, TURN_S = 32, 256 << 10, 0.001
 OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
 
 log = logging.getLogger("kvxfer.link")
@@ -210,6 +211,10 @@ class Link(asyncio.Protocol):
             return await link._until_ready()
         except (OSError, PeerLost, PeerUnreachable) as failure:
             hint = "start a daemon with `kvxfer serve`, or set socket_dir to where one listens"
+            if isinstance(failure, PeerLost):
+                hint = (
+                    "a daemon is there and hung up, perhaps it has too many connections: its log says whom it refused"
+                )
             why = reason(failure)
             raise DaemonUnavailable(f"no daemon answers at {path}: {why}", peer=str(path), hint=hint) from failure
 
@@ -228,6 +233,11 @@ class Link(asyncio.Protocol):
     def pending(self) -> int:
         """Requests whose reply is still to come."""
         return len(self._requests)
+
+    @property
+    def account(self) -> Hashable:
+        """For whom its share of what is limited is counted: the node at its other end, or this link alone."""
+        return self.peer.node_id or self
 
     @property
     def queued_bytes(self) -> int:
@@ -465,7 +475,8 @@ class Link(asyncio.Protocol):
 
     def _take(self) -> bool:
         """Handle some of what has been received; whether there may be more."""
-        messages = self._decoder.feed(b"")
+        decoder, messages = self._decoder, self._decoder.feed(b"")
+        ends_at, left = self._loop.time() + TURN_S, decoder.buffered - BYTES_PER_TURN
         for _ in range(MESSAGES_PER_TURN):
             if self.closed.done():
                 return False
@@ -476,13 +487,25 @@ class Link(asyncio.Protocol):
                 return False
             if message is None:
                 self._arm()
+                self._unfinished()
                 return False
             self._do(self._session.receive(message, self._loop.time()))
+            if decoder.buffered < left or self._loop.time() >= ends_at:
+                break
         if self._transport is not None and not self._waits_for_turn:
             self._waits_for_turn = True
             self._transport.pause_reading()
             self._loop.call_soon(self._next_turn)
         return True
+
+    def _unfinished(self) -> None:
+        """What is left is the beginning of a message. Who leaves too many of them unfinished loses the longest."""
+        if self._queues is None or not self.ready.done():
+            return
+        longest = self._queues.received(self, self._decoder.buffered)
+        if isinstance(longest, Link):
+            log.warning("%s: too much of unfinished messages lies on the connections of its node", longest.name)
+            longest.abort("too much of unfinished messages lies on all connections")
 
     def _next_turn(self) -> None:
         if self.gone.done():

@@ -395,6 +395,11 @@ class Registry:
         return actions
 
     @property
+    def workers(self) -> int:
+        """How many are linked."""
+        return self._workers
+
+    @property
     def tally(self) -> Tally:
         """How the claims of this node's postings ended."""
         return self._book.tally

@@ -19,10 +19,22 @@ def pack(claims: Iterable[ClaimKey]) -> bytes:
     return b"".join(bytes.fromhex(posting) + number.to_bytes(4, "big") for posting, number in claims)
 
 
-def unpack(data: bytes) -> list[ClaimKey]:
-    """Raises `ProtocolError` for what is no such list."""
+def count(data: bytes) -> int:
+    """How many there are, without looking at them. Raises `ProtocolError` for what is no such list."""
     if len(data) % CLAIM_BYTES:
         raise ProtocolError("a list of claims ends in the middle of one", bytes=len(data))
+    return len(data) // CLAIM_BYTES
+
+
+def in_slices(data: bytes, length: int) -> Iterator[bytes]:
+    """The same list in parts of ``length`` claims."""
+    for first in range(0, len(data), length * CLAIM_BYTES):
+        yield data[first : first + length * CLAIM_BYTES]
+
+
+def unpack(data: bytes) -> list[ClaimKey]:
+    """Raises `ProtocolError` for what is no such list."""
+    count(data)
     found = []
     for first in range(0, len(data), CLAIM_BYTES):
         middle = first + POSTING_BYTES

@@ -315,7 +315,9 @@ class PostingEvent(Message):
 @numbered(28, since=2)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GiveUp(Message):
-    """Whoever sent the Claim numbered `request`: nobody waits for its answer any more. Not answered itself."""
+    """Whoever sent the Claim or Land numbered `request`: nobody takes its answer any more. It waits no longer, and what
+    it was granted already ends. Not answered itself.
+    """
 
     request: Rid
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.daemon.confirming import SLICE
 from kvxfer.errors import KvxferError, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.server import Server
@@ -121,6 +122,7 @@ async def test_the_old_connection_ends_before_anything_is_denied() -> None:
     async with node(dead_s=0.2) as here, node() as there, worker(here) as claimant, worker(there):
         await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
         [old] = here.pool.links
+        here.forwarder._confirmations.asks(old)
         other = await here._dial(there.addresses, there.node_id)
         asked = asyncio.ensure_future(
             next(link for link in there.peers.links if link.session == other.session).request(
@@ -143,6 +145,67 @@ async def test_a_question_ends_no_connection_of_another_node() -> None:
         reply = await asking.request(m.Confirm(session=between.session, claims=b""), timeout=5)
         assert isinstance(reply, m.Done)
         assert not between.closed.done()
+
+
+async def test_claims_that_were_never_asked_for_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that we want nothing of cannot keep us busy with what we might know, nor one with more than we wanted."""
+    async with node() as here, node() as there, node() as third, worker(here) as claimant, worker(there) as owner:
+        await owner.ask(OFFER)
+        claimed = await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
+        await claimant.ask(m.Echo(node=third.addresses, data=b"x"))
+        old = next(link for link in here.pool.links if link.peer.node_id == there.node_id)
+        links = {link.peer.node_id: link for link in (*there.peers.links, *third.peers.links)}
+        other = await here._dial(there.addresses, there.node_id)
+        asking = next(link for link in there.peers.links if link.session == other.session)
+        monkeypatch.setattr(claims, "unpack", None)
+        for link, session, wanted in (
+            (asking, old.session, 2),
+            (asking, "0" * 32, 1),
+            (asking, other.session, 1),
+            (next(iter(third.peers.links)), old.session, 1),
+        ):
+            many = claims.pack([(claimed.posting, 1)] * wanted)
+            with pytest.raises(ProtocolError):
+                await link.request(m.Confirm(session=session, claims=many), timeout=5)
+        monkeypatch.undo()
+        assert links
+        assert not old.closed.done()
+        reply = await asking.request(
+            m.Confirm(session=old.session, claims=claims.pack([(claimed.posting, 1)])), timeout=5 * slack()
+        )
+        assert isinstance(reply, m.Done)
+        assert reply.value == b"", "it is known"
+
+
+async def test_a_long_question_is_answered_in_slices_and_questions_that_wait_are_bounded() -> None:
+    async with node(dead_s=0.2) as here, node() as there, worker(here) as claimant:
+        await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
+        [old] = here.pool.links
+        confirmations, looked = here.forwarder._confirmations, list[int]()
+        for _ in range(claims.CLAIMS_MAX):
+            confirmations.asks(old)
+        known = here.registry.unknown_to_us
+
+        def watched(node_id: str, some: Any) -> Any:
+            looked.append(len(some))
+            return known(node_id, some)
+
+        here.registry.unknown_to_us = watched  # type: ignore[method-assign]
+        other = await here._dial(there.addresses, there.node_id)
+        asking = next(link for link in there.peers.links if link.session == other.session)
+        every = [("a" * 32, number) for number in range(1, claims.CLAIMS_MAX + 1)]
+        question = m.Confirm(session=old.session, claims=claims.pack(every))
+        reply = await asking.request(question, timeout=5 * slack())
+        assert isinstance(reply, m.Done)
+        assert claims.unpack(reply.value) == every
+        assert max(looked) == SLICE
+        assert confirmations._questions.total == 0
+        confirmations._questions.limit = len(question.claims)
+        first = asyncio.ensure_future(asking.request(question, timeout=5 * slack()))
+        await asyncio.sleep(0)  # it is sent first
+        with pytest.raises(TooManyPending):
+            await asking.request(question, timeout=5 * slack())
+        await first
 
 
 async def test_questions_at_once_are_bounded() -> None:

@@ -31,6 +31,7 @@ from kvxfer.errors import (
     UsageError,
     VersionMismatch,
 )
+from kvxfer.net import link as link_module
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import MESSAGES_PER_TURN, Link, LinkFacts
 from kvxfer.wire import messages as m
@@ -118,13 +119,20 @@ async def test_request_and_reply(side: Side) -> None:
     await link.aclose("done")
 
 
-async def test_talkative_link_leaves_turns_to_the_others_and_loses_nothing(side: Side) -> None:
+@pytest.mark.parametrize(("bound", "value", "turn"), [("", 0.0, MESSAGES_PER_TURN), ("BYTES", 1, 1), ("TIME", 0.0, 1)])
+async def test_talkative_link_leaves_turns_to_the_others_and_loses_nothing(
+    side: Side, monkeypatch: pytest.MonkeyPatch, bound: str, value: float, turn: int
+) -> None:
+    """Of the three bounds of a turn the first that is reached counts; one message is always handled."""
+    monkeypatch.setattr(link_module, "TURN_S", value if bound == "TIME" else 60.0)
+    if bound == "BYTES":
+        monkeypatch.setattr(link_module, "BYTES_PER_TURN", value)
     talkative, other = await side.dial(), await side.dial()
     accepted = side.links[0]
     count = 10 * MESSAGES_PER_TURN
     frames = b"".join(encode(m.Mail(rid=number, channel="c", data=b"")) for number in range(1, count + 1))
     accepted.data_received(frames)
-    assert len(side.inbox.messages) == MESSAGES_PER_TURN
+    assert len(side.inbox.messages) == turn
     assert (await other.request(m.Echo(data=b"x"), timeout=5)).data == b"x"
     await until(lambda: len(side.inbox.messages) == count)
     assert [message.rid for message in side.inbox.messages] == list(range(1, count + 1))  # type: ignore[attr-defined]
