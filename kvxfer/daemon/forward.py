@@ -46,6 +46,7 @@ ANSWERS: dict[type[Message], type[Message]] = {
     m.Echo: m.EchoReply,
     m.Settle: m.Done,
 }
+REACHED_S = 0.01  # less than this is not worth a word
 SAFE_TO_REPEAT = (m.Claim, m.Echo)
 
 
@@ -187,11 +188,12 @@ class Forwarder:
             self._dispatcher.refuse(link, message.rid, error)
 
     async def _ask(self, link: Link, message: Any, deadline: Deadline) -> Message:
-        request = replace(message, node=(), rid=0)
+        request, began = replace(message, node=(), rid=0), self._clock()
         expected = message.node_id if isinstance(message, m.Claim) else ""
         repeats = 1 if isinstance(message, SAFE_TO_REPEAT) else 0
         while True:
-            peer = await self._pool.get(message.node, expected, deadline)
+            peer = await self._pool.get(message.node, expected, deadline, patience_s=getattr(request, "wait_s", 0.0))
+            request = _waiting_less(request, message, self._clock() - began)
             if link.closed.done():  # what it would claim now, nobody could use, nor anybody else
                 raise ClosedError("the worker that asked has ended", peer=link.name)
             if isinstance(message, m.Claim | m.Land):
@@ -272,6 +274,13 @@ class Forwarder:
             if theirs is None:
                 raise
             return theirs
+
+
+def _waiting_less(request: Any, asked: Any, took_s: float) -> Any:
+    """What it took to reach the other node is a part of the time that the worker wants to wait."""
+    if took_s < REACHED_S or not isinstance(asked, m.Claim | m.Land) or not asked.wait_s:
+        return request
+    return replace(request, wait_s=max(0.0, asked.wait_s - took_s))
 
 
 def settle_late(link: Link, message: Message) -> None:

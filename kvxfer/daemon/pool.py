@@ -89,6 +89,7 @@ class _Peer:
     breaker: Breaker
     link: Link | None = None
     connecting: asyncio.Future[Link] | None = None
+    heard: asyncio.Event = field(default_factory=asyncio.Event)  # from the node, since the breaker opened
     dialled: tuple[str, ...] = ()  # where the present or last attempt looked for it
     keep: bool = False
     used_at: float = 0.0
@@ -168,11 +169,20 @@ class Pool:
 
     # -- using ---------------------------------------------------------------------------------------
 
-    async def get(self, addresses: Sequence[str], node_id: str, deadline: Deadline, *, newest: bool = True) -> Link:
+    async def get(
+        self,
+        addresses: Sequence[str],
+        node_id: str,
+        deadline: Deadline,
+        *,
+        newest: bool = True,
+        patience_s: float = 0.0,
+    ) -> Link:
         """A ready link to the node. Raises `PeerUnreachable` (with each candidate's reason), what the peer refused
         with, `ResourceExhausted` when every link is in use, or `TransferTimeout`.
 
-        ``newest`` False: the addresses were learnt long ago, and count only when no others are known.
+        ``newest`` False: the addresses were learnt long ago, and count only when no others are known. A breaker that is
+        open, but lets an attempt through within ``patience_s``, is waited for.
         """
         if self._closed:
             raise ClosedError("the peer pool is closed")
@@ -185,6 +195,7 @@ class Pool:
                 if peer.connecting is not None and peer.dialled != peer.addresses:
                     with suppress(KvxferError):  # that was about the addresses before these
                         return await asyncio.shield(peer.connecting)
+                await self._wait_for_breaker(peer, patience_s)
                 if peer.link is not None and peer.live:
                     return peer.link
                 return await asyncio.shield(peer.connecting or self._connect(peer))
@@ -192,6 +203,18 @@ class Pool:
             raise TransferTimeout(
                 "the deadline passed while connecting to the peer", peer=peer.key, state=CONNECTING
             ) from None
+
+    async def _wait_for_breaker(self, peer: _Peer, patience_s: float) -> None:
+        until = self._clock() + patience_s
+        while not self._closed and not peer.live and peer.connecting is None:
+            now = self._clock()
+            pause_s = peer.breaker.wait_s(now)
+            if not 0 < pause_s <= until - now:
+                return
+            peer.heard.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await peer.heard.wait()
 
     def preconnect(self, addresses: Sequence[str], node_id: str = "") -> None:
         """Connect now and stay connected: a lost link is made again with growing back-off. Raises `UsageError`."""
@@ -201,10 +224,11 @@ class Pool:
         self._reconnect(peer)
 
     def heard_from(self, node_id: str) -> None:
-        """The node dialled us: whatever the breaker believed, the next attempt may start."""
+        """The node dialled us: it is back, whatever the breaker believed."""
         for peer in tuple(self._peers.values()):
             if node_id in (peer.node_id, peer.key) and not peer.live:
-                peer.breaker.next_at = 0.0
+                peer.breaker.succeeded()
+                peer.heard.set()
                 if peer.keep:
                     self._reconnect(peer)
 
@@ -223,6 +247,7 @@ class Pool:
         for peer in self._peers.values():
             if peer.retry is not None:
                 peer.retry.cancel()
+            peer.heard.set()
             if peer.connecting is not None and not peer.connecting.done():
                 peer.connecting.set_exception(ClosedError("the peer pool is closed"))
         self._peers.clear()
@@ -233,6 +258,8 @@ class Pool:
     # -- connecting ----------------------------------------------------------------------------------
 
     def _connect(self, peer: _Peer) -> asyncio.Future[Link]:
+        if self._closed:
+            raise ClosedError("the peer pool is closed")
         now = self._clock()
         wait_s = peer.breaker.wait_s(now)
         if wait_s > 0:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvxfer.daemon.forward import _waiting_less
+from kvxfer.daemon.pool import BREAKER_FAILURES, CLOSED
 from kvxfer.errors import KvxferError, PeerUnreachable, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.server import Server
@@ -92,6 +94,31 @@ async def test_nothing_is_claimed_for_a_worker_that_ended_while_its_peer_was_dia
         await until(lambda: here.dispatcher.forwarding.running == 0)  # type: ignore[attr-defined]
         async with worker(here) as other:
             await other.ask(m.Claim(kind="offer", key="request", node=there.addresses))
+
+
+async def test_a_claim_that_waits_is_not_refused_because_its_node_was_away_until_now() -> None:
+    async with node(reconnect_min_s=0.5) as here, worker(here) as claimant:
+        async with node() as before:
+            address = before.addresses[0]
+        wanted = m.Claim(kind="offer", key="request", node=(address,))
+        for _ in range(BREAKER_FAILURES):
+            with pytest.raises(PeerUnreachable):
+                await claimant.ask(wanted)
+        async with node(listen=address) as there, worker(there) as owner:
+            await owner.ask(m.Post(kind="offer", key="request", lease_s=30.0, claims_max=1))
+            with pytest.raises(PeerUnreachable, match="in a row"):  # without time: at once
+                await claimant.ask(wanted)
+            claimed = await claimant.ask(replace(wanted, wait_s=20.0), timeout=25)
+            assert isinstance(claimed, m.Claimed)
+            assert here.pool.states()[CLOSED] == 1
+
+
+def test_what_reaching_a_node_took_is_a_part_of_the_wait() -> None:
+    asked = m.Claim(kind="offer", key="r", wait_s=2.0)
+    assert _waiting_less(asked, asked, 0.001) is asked
+    assert _waiting_less(asked, asked, 0.5).wait_s == 1.5
+    assert _waiting_less(asked, asked, 5.0).wait_s == 0.0
+    assert _waiting_less(m.Echo(), m.Echo(), 5.0) == m.Echo()
 
 
 async def liar(answer: Any) -> tuple[Any, tuple[str, ...]]:

@@ -168,6 +168,57 @@ async def test_open_breaker_answers_at_once_and_heals_after_its_pause() -> None:
         assert r.pool.states()[CLOSED] == 1
 
 
+async def refused(r: Rig, addresses: Sequence[str], node_id: str = "") -> None:
+    """So often that the breaker opens; then the node is back."""
+    r.failure = PeerUnreachable("refused")
+    for _ in range(BREAKER_FAILURES):
+        with pytest.raises(PeerUnreachable, match="refused"):
+            await r.get(addresses, node_id)
+    assert r.pool.states()[OPEN] == 1
+    r.failure = None
+
+
+async def test_whoever_has_time_waits_for_the_attempt_that_finds_out() -> None:
+    async with node() as there, rig(reconnect_min_s=0.05) as r:
+        r.pool._clock = asyncio.get_running_loop().time
+        await refused(r, there.addresses)
+        with pytest.raises(PeerUnreachable, match="in a row"):  # it has less time than that takes
+            await r.pool.get(there.addresses, "", Deadline.after(5), patience_s=0.001)
+        callers = [r.pool.get(there.addresses, "", Deadline.after(5), patience_s=5.0) for _ in range(8)]
+        assert len(set(await asyncio.gather(*callers))) == 1
+        assert len(r.dialled) == BREAKER_FAILURES + 1
+        assert r.pool.states()[CLOSED] == 1
+
+
+async def test_the_attempt_that_was_waited_for_may_fail_and_a_deadline_ends_the_wait() -> None:
+    async with rig(reconnect_min_s=0.05) as r:
+        r.pool._clock = asyncio.get_running_loop().time
+        await refused(r, ["127.0.0.1:9"])
+        r.failure = NotKvxfer("it looks like HTTP")
+        with pytest.raises(NotKvxfer):
+            await r.pool.get(["127.0.0.1:9"], "", Deadline.after(5), patience_s=5.0)
+        assert r.pool.states()[OPEN] == 1
+        with pytest.raises(TransferTimeout) as found:
+            await r.pool.get(["127.0.0.1:9"], "", Deadline.after(0.01), patience_s=5.0)
+        assert found.value.fields["state"] == "connecting"
+
+
+@pytest.mark.parametrize("end", ["heard", "closed"])
+async def test_who_waits_for_the_breaker_hears_that_the_node_is_back_or_the_pool_is_closed(end: str) -> None:
+    async with node() as there, rig() as r:
+        await refused(r, there.addresses, there.node_id)
+        waiting = asyncio.ensure_future(r.pool.get((), there.node_id, Deadline.after(60), patience_s=60.0))
+        await asyncio.sleep(0)
+        if end == "heard":
+            r.pool.heard_from(there.node_id)
+            assert r.pool.states()[CLOSED] == 1
+            assert (await asyncio.wait_for(waiting, 5)).usable
+        else:
+            await r.pool.aclose("the end")
+            with pytest.raises(ClosedError):
+                await asyncio.wait_for(waiting, 5)
+
+
 async def test_single_failure_does_not_blacklist() -> None:
     async with node() as there, rig() as r:
         r.failure = PeerUnreachable("reset")
