@@ -294,7 +294,9 @@ class Config:
     links_max: int = _int(1024, 1, 65536, "Incoming control connections.")
     handshakes_max: int = _int(64, 1, 4096, "Incoming control connections that have not yet proved themselves.")
     workers_max: int = _int(256, 1, 4096, "Workers of this node.")
-    requests_max: int = _int(1024, 1, 65536, "Unanswered requests of one control connection.")
+    requests_max: int = _int(
+        1024, 1, 65536, "Unanswered requests of one control connection; those that wait are under `waiting_max`."
+    )
     link_queue_bytes_max: int = _size(
         16 * MIB, 64 * KIB, 1 * GIB, "Bytes that wait to be sent on one control connection."
     )
@@ -305,7 +307,9 @@ class Config:
     postings_max: int = _int(16384, 1, 1 << 22, "Live offers, tickets and named regions of this node.")
     posting_bytes_max: int = _size(1 * GIB, 6 * MIB, 1 << 40, "Bytes of all postings' bodies together.")
     claims_max: int = _int(65536, 1, 1 << 22, "Live claims on this node's postings.")
-    waiting_max: int = _int(4096, 1, 1 << 20, "Claims that wait for a posting to appear.")
+    waiting_max: int = _int(
+        4096, 1, 1 << 20, "Requests that wait: here for a posting or for room, and for this node's workers elsewhere."
+    )
     expired_memory_max: int = _int(16384, 0, 1 << 22, "Ended postings that are remembered, to say `lease_expired`.")
     mailboxes_max: int = _int(4096, 1, 1 << 20, "Channels that hold or listen for messages.")
     mailbox_messages_max: int = _int(1024, 1, 1 << 20, "Messages that one channel holds while nobody listens.")

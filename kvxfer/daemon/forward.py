@@ -31,9 +31,10 @@ from kvxfer.errors import (
     ProtocolError,
     TooManyPending,
 )
-from kvxfer.net.link import Link
+from kvxfer.net.link import Link, waits
 from kvxfer.rendezvous import actions as act
-from kvxfer.rendezvous.postings import ClaimKey
+from kvxfer.rendezvous.postings import ClaimKey, too_many
+from kvxfer.rendezvous.shares import Shares
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -51,7 +52,9 @@ SAFE_TO_REPEAT = (m.Claim, m.Echo)
 
 
 class Forwarder:
-    """At most `requests_max` requests of one worker are under way."""
+    """At most `requests_max` requests of one worker are under way. Those that wait at another node are limited by
+    `waiting_max` for all workers together, with a share for each worker and node: one that is full holds up no other.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Forwarder:
         self._config = config
         self._clock = clock
         self._running: dict[Link, int] = {}
+        self._waiting = Shares(config.waiting_max)
         self._settling: dict[asyncio.Task[None], ClaimKey] = {}
         self._told_now: Counter[ClaimKey] = Counter()
         self._claims: dict[Link, dict[int, asyncio.Task[None]]] = {}
@@ -85,15 +89,15 @@ class Forwarder:
     @property
     def running(self) -> int:
         """Requests under way."""
-        return sum(self._running.values())
+        return sum(self._running.values()) + self._waiting.total
 
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None:
         """Ask another node; the worker hears of it in any case. Raises `TooManyPending`."""
-        self._begin(link)
+        ended = self._begin_waiting(link, message.node) if waits(message) else self._begin(link)
         wait_s = message.wait_s if isinstance(message, m.Claim | m.Land) else 0.0
         deadline = Deadline.after(wait_s + self._config.connect_s + self._config.handshake_s + REPLY_MARGIN_S)
         task = self._owner.spawn(self._forward(link, message, deadline), f"forward {type(message).__name__}")
-        task.add_done_callback(lambda _: self._end(link))
+        task.add_done_callback(lambda _: ended())
         if isinstance(message, m.Claim | m.Land):
             self._claims.setdefault(link, {})[message.rid] = task
             task.add_done_callback(lambda done: self._claim_ended(link, message.rid, done))
@@ -163,12 +167,22 @@ class Forwarder:
         if self._settling:
             await asyncio.wait(self._settling, timeout=timeout)
 
-    def _begin(self, link: Link) -> None:
-        """Count one more request of this worker. Raises `TooManyPending`."""
-        running = self._running.get(link, 0)
-        if running >= self._config.requests_max:
-            raise TooManyPending("too many requests to other nodes", limit=self._config.requests_max)
+    def _begin(self, link: Link) -> Callable[[], None]:
+        """Count one more request of this worker, until what is returned is called. Raises `TooManyPending`."""
+        running, limit = self._running.get(link, 0), self._config.requests_max
+        if running >= limit:
+            hint = "try again when some of them are answered, or raise requests_max in the daemon's configuration"
+            raise TooManyPending("too many requests to other nodes", limit=limit, option="requests_max", hint=hint)
         self._running[link] = running + 1
+        return lambda: self._end(link)
+
+    def _begin_waiting(self, link: Link, node: tuple[str, ...]) -> Callable[[], None]:
+        """The same for one that may wait there."""
+        who = (link, node)
+        if not self._waiting.room(who):
+            raise too_many("requests wait at other nodes", "waiting_max", self._waiting, who)
+        self._waiting.take(who)
+        return lambda: self._waiting.give(who)
 
     def _end(self, link: Link) -> None:
         left = self._running[link] - 1

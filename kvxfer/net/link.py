@@ -120,7 +120,7 @@ class Link(asyncio.Protocol):
         self._waits_for_turn = False
         self._lost = False
         self._lost_by: Exception | None = None
-        self._requests = Requests(config.requests_max, self._came_late)
+        self._requests = Requests(config.requests_max, config.waiting_max, self._came_late)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
         self._on_ready = on_ready
@@ -235,6 +235,11 @@ class Link(asyncio.Protocol):
         return len(self._requests)
 
     @property
+    def unanswered(self) -> int:
+        """Those of them that do not wait for anything at the other side."""
+        return self._requests.unanswered
+
+    @property
     def account(self) -> Hashable:
         """For whom its share of what is limited is counted: the node at its other end, or this link alone."""
         return self.peer.node_id or self
@@ -277,7 +282,7 @@ class Link(asyncio.Protocol):
         number = self._send_request(message)
         what = type(message).__name__
         try:
-            return await self._requests.wait(number, what, timeout=timeout, peer=self.name)
+            return await self._requests.wait(number, what, timeout=timeout, peer=self.name, waits=waits(message))
         except (asyncio.CancelledError, TransferTimeout):
             if isinstance(message, m.Claim | m.Land):
                 self._give_up(number)
@@ -336,7 +341,7 @@ class Link(asyncio.Protocol):
             self._queues.sent(self)
 
     def _send_request(self, message: Message) -> int:
-        number = self._requests.number(self.name)
+        number = self._requests.number(self.name, waits=waits(message))
         self.send(replace(cast(Any, message), rid=number))
         return number
 
@@ -600,6 +605,11 @@ class Link(asyncio.Protocol):
         self._do(self._session.tick(self._loop.time()))
         if not self.closed.done():
             self._arm()
+
+
+def waits(message: Message) -> bool:
+    """It may stay at the other side for a while before it is answered."""
+    return isinstance(message, m.Claim | m.Land) and message.wait_s > 0
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

@@ -1,5 +1,8 @@
 """The requests of one link that wait for their reply: each ends once, by a reply, its deadline or the link's end.
 
+A request that says how long it may wait at the other side (for an offer, for room) is not one that the other side owes
+an answer to: the two are counted apart, so that a node that makes others wait keeps nobody from asking anything else.
+
 The idea: a reply that was on time is never called late. Event loops differ in whether they run due timers before or
 after they read sockets, so a deadline that fires waits for one more turn before it gives the request up.
 """
@@ -41,33 +44,48 @@ class _Waiting:
 
 
 class Requests:
-    """Pending requests by their number. At most ``pending_max`` at a time.
+    """Pending requests by their number. At most ``pending_max`` at a time, beside ``waits_max`` that are to wait.
 
     ``on_late`` gets a reply that came in the very turn in which its request was cancelled.
     """
 
-    def __init__(self, pending_max: int, on_late: Callable[[Message], None]) -> None:
+    def __init__(self, pending_max: int, waits_max: int, on_late: Callable[[Message], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_late = on_late
         self._pending_max = pending_max
+        self._waits_max = waits_max
+        self._waits: set[int] = set()
         self._pending: dict[int, _Waiting | Then] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def number(self, peer: str) -> int:
-        """A number for a new request. Raises `TooManyPending`."""
-        if len(self._pending) >= self._pending_max:
-            raise TooManyPending("too many unanswered requests", peer=peer, limit=self._pending_max)
+    @property
+    def unanswered(self) -> int:
+        """Those of them that do not wait for anything but their answer."""
+        return len(self._pending) - len(self._waits)
+
+    def number(self, peer: str, *, waits: bool = False) -> int:
+        """A number for a new request; ``waits``: it may wait at the other side. Raises `TooManyPending`."""
+        held, limit, option = self.unanswered, self._pending_max, "requests_max"
+        what = "unanswered requests"
+        if waits:
+            held, limit, option = len(self._waits), self._waits_max, "waiting_max"
+            what = "requests wait for a posting or for room"
+        if held >= limit:
+            hint = f"try again when some of them are answered, or raise {option} of this process"
+            raise TooManyPending(f"too many {what}", peer=peer, limit=limit, option=option, hint=hint)
         return next(self._numbers)
 
     def forget(self, number: int, then: Then = _drop) -> None:
         """A request that nobody waits for: its reply goes to ``then``, if it comes before the link ends."""
         self._pending[number] = then
 
-    async def wait(self, number: int, what: str, *, timeout: float, peer: str) -> Message:
+    async def wait(self, number: int, what: str, *, timeout: float, peer: str, waits: bool = False) -> Message:
         """The reply; an `Error` reply is raised as the error that it names. Raises `TransferTimeout`. Cancel-safe."""
+        if waits:
+            self._waits.add(number)
         waiting = _Waiting(self._loop.create_future(), what)
         waiting.timer = self._loop.call_later(timeout, self._deadline_passed, waiting, peer)
         self._pending[number] = waiting
@@ -80,6 +98,7 @@ class Requests:
             raise
         finally:
             self._pending.pop(number, None)
+            self._waits.discard(number)
             waiting.timer.cancel()
 
     def take(self, reply: Any, peer: str) -> bool:
@@ -87,6 +106,7 @@ class Requests:
         if reply.rid not in self._pending:
             return False
         waiting = self._pending.pop(reply.rid)
+        self._waits.discard(reply.rid)
         if not isinstance(waiting, _Waiting):
             waiting(reply)
             return True
@@ -103,6 +123,7 @@ class Requests:
     def fail(self, error: KvxferError) -> None:
         """The link has ended: every request fails with (its own copy of) the reason."""
         pending, self._pending = self._pending, {}
+        self._waits.clear()
         for waiting in pending.values():
             if isinstance(waiting, _Waiting) and not waiting.future.done():
                 waiting.future.set_exception(copy.copy(error))

@@ -61,17 +61,67 @@ async def test_settlement_for_a_node_that_is_gone_is_an_error_and_leaves_nothing
 
 async def test_requests_to_other_nodes_are_bounded_per_worker() -> None:
     async with node(requests_max=4) as here, node() as there, worker(here, config=small()) as greedy:
-        wait = m.Claim(kind="offer", key="never", node=there.addresses, wait_s=20.0)
-        waiting = [asyncio.ensure_future(greedy.link.request(wait, timeout=30)) for _ in range(4)]
-        await until(lambda: there.registry.counts().waiting == 4)
-        with pytest.raises(TooManyPending):
-            await greedy.ask(wait)
+        go_on = asyncio.Event()
+        get = here.pool.get
+
+        async def later(*args: Any, **more: Any) -> Link:
+            await go_on.wait()
+            return await get(*args, **more)
+
+        here.pool.get = later  # type: ignore[method-assign]
+        asking = [asyncio.ensure_future(greedy.ask(m.Echo(node=there.addresses, data=b"x"))) for _ in range(4)]
+        await until(lambda: here.forwarder.running == 4)
+        with pytest.raises(TooManyPending) as refused:
+            await greedy.ask(m.Echo(node=there.addresses, data=b"x"))
+        assert (refused.value.fields["option"], refused.value.fields["limit"]) == ("requests_max", 4)
+        assert refused.value.retryable
         settle = m.Settle(node=there.addresses, posting="a" * 32, claim=1, outcome="done")
         with pytest.raises(TooManyPending):
             await greedy.ask(settle)
+        go_on.set()
+        await asyncio.gather(*asking)
+        await until(lambda: here.forwarder.running == 0)
+
+
+async def test_claims_that_wait_for_one_node_keep_nobody_from_asking_another() -> None:
+    """More than there may be unanswered requests, over both links on the way, of one worker and of many."""
+    limits = {"requests_max": 4, "waiting_max": 90}
+    async with node(**limits) as here, node() as full, node() as free, worker(free) as owner, AsyncExitStack() as stack:
+        many = [await stack.enter_async_context(worker(here, config=small(**limits))) for _ in range(4)]
+        wait = m.Claim(kind="offer", key="never", node=full.addresses, wait_s=30.0)
+        waiting = [asyncio.ensure_future(one.ask(wait, timeout=30)) for one in many for _ in range(16)]
+        await until(lambda: full.registry.counts().waiting == 64)
+        for number, one in enumerate(many):
+            assert (await one.ask(m.Echo(node=free.addresses, data=b"x"))).data == b"x"
+            assert (await one.ask(m.Echo(node=full.addresses, data=b"x"))).data == b"x"
+            await owner.ask(m.Post(kind="offer", key=f"k{number}", lease_s=30.0, claims_max=1))
+            claimed = await one.ask(m.Claim(kind="offer", key=f"k{number}", node=free.addresses, wait_s=5.0))
+            await one.ask(m.Settle(node=free.addresses, posting=claimed.posting, claim=claimed.claim, outcome="done"))
+        assert not any(one.done() for one in waiting), "who waits is not refused"
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        await until(lambda: here.forwarder.running == 0 and full.registry.counts().waiting == 0)
+
+
+async def test_places_of_those_who_wait_elsewhere_are_shared_by_worker_and_node() -> None:
+    async with node(waiting_max=20) as here, node() as one, node() as other, worker(here, config=small()) as first:
+        wait = m.Claim(kind="offer", key="never", node=one.addresses, wait_s=30.0)
+        waiting = [asyncio.ensure_future(first.ask(wait, timeout=30)) for _ in range(18)]
+        await until(lambda: one.registry.counts().waiting == 18)
+        waiting.append(asyncio.ensure_future(first.ask(wait, timeout=30)))
+        with pytest.raises(TooManyPending, match="18 of 20") as refused:
+            await waiting.pop()
+        assert refused.value.fields["option"] == "waiting_max"
+        async with worker(here, config=small()) as second:
+            waiting.append(asyncio.ensure_future(first.ask(replace(wait, node=other.addresses), timeout=30)))
+            await until(lambda: other.registry.counts().waiting == 1)
+            waiting.append(asyncio.ensure_future(second.ask(wait, timeout=30)))
+            await until(lambda: one.registry.counts().waiting == 19)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        await until(lambda: here.forwarder.running == 0)
 
 
 async def test_nothing_is_claimed_for_a_worker_that_ended_while_its_peer_was_dialled() -> None:

@@ -182,7 +182,7 @@ class Oracle:
             if count > getattr(config, limit):
                 self.wrong("limit", f"{name}: {count} is above {limit}")
         for link in (*server.workers.links, *server.peers.links, *pool.links):
-            if link.pending > config.requests_max or link.queued_bytes > config.link_queue_bytes_max + (64 << 10):
+            if link.unanswered > config.requests_max or link.queued_bytes > config.link_queue_bytes_max + (64 << 10):
                 self.wrong("limit", f"{name}: the queues of {link.name} are above their maximum")
 
     def worker(self, worker: Worker) -> None:
