@@ -1,12 +1,15 @@
 """Which bytes of a region a request's blocks are: what a grant for that request lets a peer reach, and no more.
 
 A *part* is a row of equal pieces, one per block id: piece ``b`` begins at ``base + b * stride``. A dense cache has one
-for the keys and one for the values of each layer; storage that interleaves axes has more.
+for the keys and one for the values of each layer; storage that interleaves axes has more. A part of stride 0 is a
+single piece, whatever the blocks: a cache of one block is made of such, and so are the slots of a block that is used in
+part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -38,8 +41,8 @@ class BlockParts:
 
     def _covered_at(self, offset: int, blocks: set[int]) -> int:
         for base, stride, size in self.parts.tolist():
-            block, inside = divmod(offset - base, stride) if stride else (0, offset - base)
-            if offset >= base and inside < size and block in blocks:
+            block, inside = divmod(offset - base, stride) if stride else (None, offset - base)
+            if offset >= base and inside < size and (block is None or block in blocks):
                 return int(size - inside)
         return 0
 
@@ -50,16 +53,52 @@ def parts_of(layout: CacheLayout, regions: int) -> tuple[Rows | None, ...]:
     Exact where that takes no more than `PARTS_MAX`; else each block with the gaps between its own elements, which in
     storage that interleaves layers are the same block of other layers.
     """
+    return tuple(_in_region(layout, of_one) for of_one in _layers_of(layout, regions))
+
+
+def _layers_of(layout: CacheLayout, regions: int) -> list[list[int]]:
+    """Which layers lie in each region."""
     layers: list[list[int]] = [[] for _ in range(regions)]
     for layer, placement in enumerate(layout.placements):
         layers[placement.region].append(layer)
-    return tuple(_in_region(layout, of_one) for of_one in layers)
+    return layers
 
 
-def blocks_of(layout: CacheLayout, table: BlockTable) -> Rows:
-    """The blocks that hold tokens, ascending, each once."""
-    held = len(table.used(layout.geometry.block_tokens, layout.blocks))
-    return table.distinct(held).astype(np.uint64)
+def granted(layout: CacheLayout, table: BlockTable, parts: tuple[Rows | None, ...]) -> list[BlockParts | None]:
+    """What a table covers in each region, of whose layout `parts_of` gave the parts: whole blocks, and of the first and
+    the last block the slots that hold tokens; the blocks themselves where that would be more than `PARTS_MAX` parts.
+    """
+    shape = layout.geometry
+    every = table.distinct(len(table.used(shape.block_tokens, layout.blocks)))
+    whole, edges = (every, ()) if shape.packing else table.divided(shape.block_tokens, layout.blocks)
+    found: list[BlockParts | None] = []
+    for rows, layers in zip(parts, _layers_of(layout, len(parts)), strict=True):
+        slots = None if rows is None else _slots(layout, layers, edges)
+        if rows is None:
+            found.append(None)
+        elif slots is None or len(rows) + len(slots) > PARTS_MAX:
+            found.append(BlockParts(rows if len(every) else rows[:0], every.astype(np.uint64)))
+        else:
+            found.append(BlockParts(np.concatenate([rows if len(whole) else rows[:0], slots]), whole.astype(np.uint64)))
+    return found
+
+
+def _slots(layout: CacheLayout, layers: list[int], edges: tuple[tuple[int, range], ...]) -> Rows | None:
+    """A part with a single piece (stride 0) for every piece of the slots; None when they are too many."""
+    found, count = [np.empty((0, 3), np.int64)], 0
+    by_strides: dict[Strides, list[int]] = {}
+    for layer in layers:
+        by_strides.setdefault(layout.strides(layer), []).append(layout.placements[layer].offset)
+    for (strides, offsets), (block, slots) in product(by_strides.items(), edges):
+        pieces = _pieces(layout, strides, exact=True, tokens=len(slots))
+        if pieces is None or (count := count + len(pieces[0]) * len(offsets)) > PARTS_MAX:
+            return None
+        first = (block * strides[1] if layout.blocks > 1 else 0) + slots.start * strides[2]
+        rows = np.zeros((len(offsets) * len(pieces[0]), 3), np.int64)
+        rows[:, 0] = np.add.outer(np.array(offsets) + first, np.array(pieces[0])).reshape(-1)
+        rows[:, 2] = pieces[1]
+        found.append(rows)
+    return np.concatenate(found).astype(np.uint64)
 
 
 def _in_region(layout: CacheLayout, layers: list[int]) -> Rows | None:
@@ -73,7 +112,7 @@ def _rows(layout: CacheLayout, layers: list[int], *, exact: bool) -> Rows | None
     for layer in layers:
         offset, strides = layout.placements[layer].offset, layout.strides(layer)
         if strides not in known:
-            known[strides] = _pieces(layout, strides, exact=exact)
+            known[strides] = _pieces(layout, strides, exact=exact, tokens=layout.geometry.block_tokens)
         pieces = known[strides]
         if pieces is None or len(rows) + len(pieces[0]) > PARTS_MAX:
             return None
@@ -83,9 +122,11 @@ def _rows(layout: CacheLayout, layers: list[int], *, exact: bool) -> Rows | None
     return np.array(rows, np.uint64).reshape(-1, 3)
 
 
-def _pieces(layout: CacheLayout, strides: Strides, *, exact: bool) -> tuple[list[int], int] | None:
-    """Where the pieces of block 0 begin, relative to the layer, and how long each is; None when they are too many."""
-    parts, _, tokens, heads = layout.geometry.extents(layout.blocks)
+def _pieces(layout: CacheLayout, strides: Strides, *, exact: bool, tokens: int) -> tuple[list[int], int] | None:
+    """Where the pieces of the first ``tokens`` slots of block 0 begin, relative to the layer, and how long each is.
+    None: they are too many.
+    """
+    parts, heads = layout.geometry.kv_parts, layout.geometry.kv_heads
     axes = sorted((strides[axis], extent) for axis, extent in ((0, parts), (2, tokens), (3, heads)) if extent > 1)
     length = layout.geometry.head_bytes
     while axes and (axes[0][0] == length or (not exact and axes[0][0] < strides[1])):

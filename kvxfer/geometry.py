@@ -461,12 +461,20 @@ class BlockTable:
 
     def distinct(self, count: int | None = None) -> npt.NDArray[np.int64]:
         """The first ``count`` blocks (None: all), ascending and each once."""
-        blocks = self.blocks[:count]
-        if not len(blocks) or int(blocks.max()) >= MARKED_MAX:
-            return np.unique(blocks)
-        marks = np.zeros(int(blocks.max()) + 1, np.bool_)  # a hundred times quicker than sorting
-        marks[blocks] = True
-        return np.flatnonzero(marks)
+        return _distinct(self.blocks[:count])
+
+    def divided(self, block_tokens: int, blocks: int) -> tuple[npt.NDArray[np.int64], tuple[tuple[int, range], ...]]:
+        """The blocks of which every slot has a token, ascending and each once; and those of which only some slots have:
+        (block, slots), at most the first and the last. Raises what `used` raises.
+        """
+        used, start = self.used(block_tokens, blocks), self.slot(block_tokens)
+        stop, edges = start + self.tokens, []
+        for index in dict.fromkeys((0, len(used) - 1)) if len(used) else ():
+            slots = range(max(start - index * block_tokens, 0), min(stop - index * block_tokens, block_tokens))
+            if len(slots) < block_tokens:
+                edges.append((index, slots))
+        whole = np.delete(used, [index for index, _ in edges]) if edges else used
+        return _distinct(whole), tuple((int(used[index]), slots) for index, slots in edges)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockTable):
@@ -500,6 +508,14 @@ class BlockTable:
         blocks = _from_ids(found["ids"]) if how == "ids" else _from_runs(found["runs"])
         slot = raw.get("first_slot")  # None, or not there at all: by the position, if that is clear
         return cls(blocks=blocks, tokens=found["tokens"], first_token=found["first_token"], first_slot=slot)
+
+
+def _distinct(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if not len(blocks) or int(blocks.max()) >= MARKED_MAX:
+        return np.unique(blocks)
+    marks = np.zeros(int(blocks.max()) + 1, np.bool_)  # a hundred times quicker than sorting
+    marks[blocks] = True
+    return np.flatnonzero(marks)
 
 
 def _as_block_ids(given: object) -> npt.NDArray[np.int64]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from kvxfer import block_parts
-from kvxfer.block_parts import BlockParts, Rows, blocks_of
+from kvxfer.block_parts import BlockParts, Rows, granted
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
 from kvxfer.planner import plan
 from tests.test_planner import address, draw_pair
@@ -23,35 +24,45 @@ def parts_of(layout: CacheLayout, region: int) -> Rows | None:
     return block_parts.parts_of(layout, regions)[region]
 
 
-def elements(layout: CacheLayout, blocks: set[int]) -> dict[int, set[int]]:
-    """The bytes of some blocks by region, element by element."""
+def slots_of(layout: CacheLayout, table: BlockTable) -> set[tuple[int, int]]:
+    """(block, slot) of every token."""
+    size, first = layout.geometry.block_tokens, table.first_slot or 0
+    return {(int(table.blocks[at // size]), at % size) for at in range(first, first + table.tokens)}
+
+
+def elements(layout: CacheLayout, slots: set[tuple[int, int]]) -> dict[int, set[int]]:
+    """The bytes of some slots by region, element by element."""
     shape, found = layout.geometry, dict[int, set[int]]()
-    axes = (layout.geometry.layers, shape.kv_parts, shape.block_tokens, shape.kv_heads)
-    for layer, part, slot, head in product(*map(range, axes)):
+    for layer, part, head in product(*map(range, (layout.geometry.layers, shape.kv_parts, shape.kv_heads))):
         region = found.setdefault(layout.placements[layer].region, set())
-        for block in blocks:
+        for block, slot in slots:
             begin = address(layout, layer, part, block, slot, head)
             region.update(range(begin, begin + shape.head_bytes))
     return found
 
 
-def covered(layout: CacheLayout, region: int, table: BlockTable) -> set[int]:
-    rows, blocks = parts_of(layout, region), blocks_of(layout, table)
-    assert rows is not None
+def grants(layout: CacheLayout, table: BlockTable) -> list[BlockParts | None]:
+    """For every region."""
+    regions = 1 + max(placement.region for placement in layout.placements)
+    return granted(layout, table, block_parts.parts_of(layout, regions))
+
+
+def covered(grant: BlockParts | None) -> set[int]:
+    assert grant is not None
     return {
         byte
-        for base, stride, size in rows.tolist()
-        for block in blocks.tolist()
+        for base, stride, size in grant.parts.tolist()
+        for block in (grant.blocks.tolist() if stride else [0])
         for byte in range(base + block * stride, base + block * stride + size)
     }
 
 
 @pytest.mark.parametrize("seed", range(PAIRS))
-def test_just_the_elements_of_the_blocks(seed: int) -> None:
+def test_just_the_elements_of_the_tokens(seed: int) -> None:
     for side in draw_pair(random.Random(seed)):
-        held = set(blocks_of(side.layout, side.table).tolist())
-        for region, expected in elements(side.layout, held).items():
-            assert covered(side.layout, region, side.table) == expected
+        found = grants(side.layout, side.table)
+        for region, expected in elements(side.layout, slots_of(side.layout, side.table)).items():
+            assert covered(found[region]) == expected
 
 
 @pytest.mark.parametrize("seed", range(PAIRS))
@@ -61,9 +72,8 @@ def test_what_is_planned_is_granted(seed: int) -> None:
     for index in range(made.layers):
         for batch in made.layer(index):
             for side, region, column in ((source, batch.source_region, 0), (target, batch.target_region, 1)):
-                parts = parts_of(side.layout, region)
-                assert parts is not None
-                grant = BlockParts(parts, blocks_of(side.layout, side.table))
+                grant = grants(side.layout, side.table)[region]
+                assert grant is not None
                 for row in batch.segments[:20].tolist():
                     assert grant.covers(row[column], row[2])
 
@@ -72,15 +82,16 @@ def test_what_is_planned_is_granted(seed: int) -> None:
 def test_too_many_parts_become_whole_blocks_and_never_other_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short limit stands for a large cache: what is granted then is more than the elements, of the same blocks."""
     for side in draw_pair(random.Random(seed)):
-        held = set(blocks_of(side.layout, side.table).tolist())
-        exact = elements(side.layout, held)
-        others = elements(side.layout, set(range(side.layout.blocks)) - held)
-        monkeypatch.setattr(block_parts, "PARTS_MAX", side.layout.geometry.layers * side.layout.geometry.kv_parts)
-        for region, expected in exact.items():
-            if parts_of(side.layout, region) is not None:
-                found = covered(side.layout, region, side.table)
-                assert found >= expected
-                assert not found & others[region]
+        slots = slots_of(side.layout, side.table)
+        held, shape = {block for block, _ in slots}, side.layout.geometry
+        others = product(set(range(side.layout.blocks)) - held, range(shape.block_tokens))
+        free = elements(side.layout, set(others))
+        monkeypatch.setattr(block_parts, "PARTS_MAX", shape.layers * shape.kv_parts)
+        found = grants(side.layout, side.table)
+        for region, expected in elements(side.layout, slots).items():
+            if found[region] is not None:
+                assert covered(found[region]) >= expected
+                assert not covered(found[region]) & free[region]
         monkeypatch.undo()
 
 
@@ -106,9 +117,26 @@ def test_a_dense_cache_has_one_part_for_keys_and_one_for_values_of_a_layer() -> 
     assert found.tolist() == expected
 
 
-def test_blocks_without_tokens_are_not_granted() -> None:
-    shape = Geometry(layers=1, kv_heads=1, head_size=8, block_tokens=16, dtype="bfloat16")
+def test_slots_without_tokens_are_not_granted() -> None:
+    """Of the first and of the last block; with a packing they are granted whole, as they are moved."""
+    shape = Geometry(layers=1, kv_parts=1, kv_heads=1, head_size=8, block_tokens=16, dtype="bfloat16")
     layout = CacheLayout(geometry=shape, blocks=10, placements=(LayerPlacement(offset=0),))
-    assert blocks_of(layout, BlockTable.of([7, 3, 7, 5], 33)).tolist() == [3, 7]
-    assert blocks_of(layout, BlockTable.of([7, 3], 0)).tolist() == []
-    assert blocks_of(layout, BlockTable.of([9], 16)).dtype == np.uint64
+
+    def found(layout: CacheLayout, table: BlockTable) -> tuple[list[list[int]], list[int]]:
+        (grant,) = grants(layout, table)
+        assert grant is not None
+        assert grant.parts.dtype == grant.blocks.dtype == np.uint64
+        return grant.parts.tolist(), grant.blocks.tolist()
+
+    row = [0, 256, 256]
+    assert found(layout, BlockTable.of([7, 3, 7, 5], 48)) == ([row], [3, 7])
+    assert found(layout, BlockTable.of([7, 3, 5], 33)) == ([row, [5 * 256, 0, 16]], [3, 7])
+    middle = BlockTable.of([7, 3, 5], 30, 8, first_slot=8)
+    assert found(layout, middle) == ([row, [7 * 256 + 128, 0, 128], [5 * 256, 0, 6 * 16]], [3])
+    assert found(layout, BlockTable.of([7, 3], 4, 8, first_slot=8)) == ([[7 * 256 + 128, 0, 64]], [])
+    assert found(layout, BlockTable.of([7, 3], 0)) == ([], [])
+    packed = replace(layout, geometry=replace(shape, packing="tiles"))
+    assert found(packed, BlockTable.of([7, 3, 5], 33)) == ([row], [3, 5, 7])
+    single = CacheLayout(geometry=shape, blocks=1, placements=(LayerPlacement(offset=0),))
+    assert found(single, BlockTable.of([0], 16)) == ([[0, 0, 256]], [0])
+    assert found(single, BlockTable.of([0], 0)) == ([], [])

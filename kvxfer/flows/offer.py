@@ -72,6 +72,7 @@ class Landing:
         if not good:
             value = repr(sources)[:20]
             raise UsageError("sources is how many pushes are expected, at least one", field="sources", value=value)
+        cache.check_table(table)
         self._client = client
         self._cache = cache
         self._table = table
@@ -104,7 +105,6 @@ class Landing:
             raise UsageError("an offer is entered once", hint="make another one")
         layout, table, plane = self._cache.layout, self._table, self._client.plane
         self._cache.require(plane)
-        self._cache.check_table(table)
         self._taken = self._client.reservations.acquire([(self._cache.footprint, table)], f"offer {self.request_id}")
         self._entered = True
         deadline = Deadline.after(self._timeout)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.block_parts import BlockParts, Rows, blocks_of, parts_of
+from kvxfer.block_parts import BlockParts, Rows, granted, parts_of
 from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline, seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
@@ -353,10 +353,8 @@ class KVCache:
     def lend(
         self, access: str, table: BlockTable, on_released: Callable[[], None]
     ) -> Iterator[tuple[Region, RemoteDescriptor]]:
-        """For each region a descriptor of the blocks that hold the table's tokens, and of nothing else."""
-        blocks = blocks_of(self.layout, table)
-        for region, parts in zip(self.regions, self._parts, strict=True):
-            lent = None if parts is None else BlockParts(parts, blocks)
+        """For each region a descriptor of the slots that hold the table's tokens, and of nothing else."""
+        for region, lent in zip(self.regions, granted(self.layout, table, self._parts), strict=True):
             yield region, region.lend(access, on_released, lent)
 
     def require(self, plane: DataPlane) -> None:

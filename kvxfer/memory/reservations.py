@@ -317,23 +317,12 @@ def _meet(one: range, other: range) -> bool:
 
 def _piece(footprint: Footprint, table: BlockTable) -> _Piece:
     """What a table covers; blocks without tokens are not, nor are the slots before the first and behind the last."""
-    size, slot = footprint.block_tokens, table.slot(footprint.block_tokens)
-    used = table.used(size, footprint.blocks)
+    used = table.used(footprint.block_tokens, footprint.blocks)
     distinct = table.distinct(len(used))
     if len(distinct) != len(used):
         raise UsageError("the table names a block twice", field="table.blocks")
-    edges = () if footprint.whole else _edges(used, slot, slot + table.tokens, size)
-    for block, _ in edges:
-        distinct = np.delete(distinct, np.searchsorted(distinct, block))
+    edges: tuple[tuple[int, range], ...] = ()
+    if not footprint.whole:
+        distinct, edges = table.divided(footprint.block_tokens, footprint.blocks)
     distinct.setflags(write=False)
     return _Piece(footprint=footprint, blocks=distinct, edges=edges)
-
-
-def _edges(used: Ints, start: int, stop: int, size: int) -> tuple[tuple[int, range], ...]:
-    """The blocks of which only some slots are used: the first and the last, from slot ``start`` to ``stop`` of all."""
-    found: dict[int, range] = {}
-    for index in {0, len(used) - 1} if len(used) else ():
-        slots = range(max(start - index * size, 0), min(stop - index * size, size))
-        if len(slots) < size:
-            found[int(used[index])] = slots
-    return tuple(found.items())

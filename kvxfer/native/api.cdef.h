@@ -199,7 +199,8 @@ typedef struct kvx_grant_info {
     uint8_t key[16];
 } kvx_grant_info;
 
-/* A row of equal pieces within a grant, one per block id: piece b begins at base + b * stride. */
+/* A row of equal pieces within a grant, one per block id: piece b begins at base + b * stride. With stride 0 it is one
+ * piece, whatever the blocks. */
 typedef struct kvx_part {
     uint64_t base;
     uint64_t stride;

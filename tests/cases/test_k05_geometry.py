@@ -368,14 +368,14 @@ async def test_c99_what_is_unclear_is_refused_at_once() -> None:
         cache, target = await make_cache(a, small_geometry(), 4), await make_cache(b, small_geometry(), 4)
         async with a.publish("r", cache, TABLE) as ticket:
             for call in (
-                b.offer("r", target, unclear).__aenter__(),
-                a.publish("s", cache, unclear).__aenter__(),
-                a.push("r", to=b.addresses, cache=cache, table=unclear).__aenter__(),
-                a.push("r", to=b.addresses, cache=cache, table=unclear, land=True).__aenter__(),
-                b.pull(ticket.to_dict(), target, unclear),
+                lambda: b.offer("r", target, unclear).__aenter__(),
+                lambda: a.publish("s", cache, unclear).__aenter__(),
+                lambda: a.push("r", to=b.addresses, cache=cache, table=unclear).__aenter__(),
+                lambda: a.push("r", to=b.addresses, cache=cache, table=unclear, land=True).__aenter__(),
+                lambda: b.pull(ticket.to_dict(), target, unclear),
             ):
                 with pytest.raises(kvxfer.errors.UsageError, match=r"first_slot=12 if .* first_slot=0 if"):
-                    await call
+                    await call()
             assert (await b.pull(ticket.to_dict(), target, TABLE)).tokens == 64
         assert (a.reservations.live, b.reservations.live) == ((), ())
 

@@ -115,15 +115,17 @@ async def test_push_into_another_block_size(transport: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["push", "pull"])
-async def test_blocks_of_others_are_out_of_reach(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that mixes blocks up, or means to, can neither write nor read a neighbour's over tcp."""
+@pytest.mark.parametrize("what", ["block", "slot"])
+async def test_blocks_of_others_are_out_of_reach(side: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that mixes blocks or slots up, or means to, can neither write nor read a neighbour's over tcp."""
     honest, wrong = exchange.plan, "target" if side == "push" else "source"
 
     def confused(source: Any, source_table: Any, target: Any, target_table: Any, **more: Any) -> Any:
         tables = {"source": source_table, "target": target_table}
         mixed = tables[wrong].blocks.copy()
-        mixed[-1] = next(block for block in range(POOL) if block not in mixed)
-        tables[wrong] = BlockTable.of(mixed, TOKENS)
+        if what == "block":
+            mixed[-1] = next(block for block in range(POOL) if block not in mixed)
+        tables[wrong] = BlockTable.of(mixed, TOKENS, first_slot=int(what == "slot"))
         return honest(source, tables["source"], target, tables["target"], **more)
 
     async with two_nodes(["tcp"]) as (a, b):
@@ -354,7 +356,7 @@ async def test_a_push_without_all_layers_is_never_committed() -> None:
         with pytest.raises(UsageError, match="before all its layers"):
             async with a.push("r2", to=b.addresses, cache=source, table=source_table, land=True) as push:
                 await push.layer(1)
-        with pytest.raises(UnknownTransfer):
+        with pytest.raises(TransferCancelled):
             async with b.adopt("r2", wait_s=0.05):
                 pass
         await gauges_are_clean(b)

@@ -35,13 +35,13 @@ def caches(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[int]]:
     blocks = sorted(draw(st.sets(st.integers(0, 7), max_size=8)))
     size, count = draw(st.integers(1, 40)), draw(st.integers(1, 4))
     gap = draw(st.sampled_from((0, 0, 3)))
+    alone = [(base, 0, draw(st.integers(1, 60))) for base in draw(st.lists(st.integers(0, 1500), max_size=2))]
     if draw(st.booleans()):
         stride = size + gap
-        return [
-            (part * 8 * stride + draw(st.sampled_from((0, 5))) * part, stride, size) for part in range(count)
-        ], blocks
+        rows = [(part * 8 * stride + draw(st.sampled_from((0, 5))) * part, stride, size) for part in range(count)]
+        return rows + alone, blocks
     stride = count * (size + gap)
-    return [(part * (size + gap), stride, size) for part in range(count)], blocks
+    return alone + [(part * (size + gap), stride, size) for part in range(count)], blocks
 
 
 @given(cache=caches(), ranges=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 300)), max_size=30))
@@ -54,7 +54,7 @@ def test_covers_just_the_pieces_whatever_was_asked_before(
     assert status == 0
     allowed = np.zeros(LENGTH, bool)
     for base, stride, size in parts:
-        for block in blocks:
+        for block in blocks if stride else [0]:
             allowed[base + block * stride :][:size] = True
     cursor = ffi.new("kvx_blocks_cursor *")
     python = BlockParts(np.array(parts, np.uint64), np.array(blocks, np.uint64))
@@ -96,6 +96,15 @@ def test_nothing_is_covered_by_nothing() -> None:
         assert not lib.kvx_blocks_cover(made, cursor, 0, 1)
         assert not lib.kvx_blocks_cover(made, cursor, U64_MAX, 1)
         assert lib.kvx_blocks_cover(made, cursor, 5, 0)
+
+
+def test_a_piece_of_its_own_needs_no_block() -> None:
+    _, made = make([(0, 16, 16), (100, 0, 8)], [])
+    cursor = ffi.new("kvx_blocks_cursor *")
+    assert lib.kvx_blocks_cover(made, cursor, 100, 8)
+    assert not lib.kvx_blocks_cover(made, cursor, 100, 9)
+    assert not lib.kvx_blocks_cover(made, cursor, 99, 1)
+    assert not lib.kvx_blocks_cover(made, cursor, 0, 1)
 
 
 async def test_a_bad_grant_is_no_grant() -> None:

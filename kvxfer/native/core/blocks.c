@@ -94,8 +94,12 @@ static uint64_t covered_by(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, 
     if (offset < part->base) {
         return 0;
     }
-    uint64_t block = part->stride == 0 ? 0 : (offset - part->base) / part->stride;
-    uint64_t inside = offset - part->base - block * part->stride;
+    uint64_t inside = offset - part->base;
+    if (part->stride == 0) { /* one piece, whatever the blocks */
+        return inside < part->length ? part->length - inside : 0;
+    }
+    uint64_t block = inside / part->stride;
+    inside -= block * part->stride;
     return inside < part->length && find_block(blocks, cursor, block) ? part->length - inside : 0;
 }
 
