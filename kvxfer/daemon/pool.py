@@ -226,7 +226,7 @@ class Pool:
     def heard_from(self, node_id: str) -> None:
         """The node dialled us: it is back, whatever the breaker believed."""
         for peer in tuple(self._peers.values()):
-            if node_id in (peer.node_id, peer.key) and not peer.live:
+            if node_id and node_id in (peer.node_id, peer.key) and not peer.live:  # tools have no id
                 peer.breaker.succeeded()
                 peer.heard.set()
                 if peer.keep:

@@ -203,6 +203,13 @@ async def test_the_attempt_that_was_waited_for_may_fail_and_a_deadline_ends_the_
         assert found.value.fields["state"] == "connecting"
 
 
+async def test_a_tool_that_looks_at_us_says_nothing_of_other_nodes() -> None:
+    async with node() as there, rig() as r:
+        await refused(r, there.addresses)
+        r.pool.heard_from("")
+        assert r.pool.states()[OPEN] == 1
+
+
 @pytest.mark.parametrize("end", ["heard", "closed"])
 async def test_who_waits_for_the_breaker_hears_that_the_node_is_back_or_the_pool_is_closed(end: str) -> None:
     async with node() as there, rig() as r:
