@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,18 +39,26 @@ CORE_COUNTS: Mapping[str, str] = {
     "late": "Operations that were done after their deadline: their transfers stay timed out.",
 }
 
+COUNTED_MAX = 4096  # ended engines whose files may be named again
+
 log = logging.getLogger("kvxfer.metrics")
 
 Totals = dict[str, dict[str, int]]
 
 
 class EngineCounters:
-    """The counters of this node's engines by any key; ``read`` gives a snapshot, or raises when there is none (yet)."""
+    """The counters of this node's engines by any key; ``read`` gives a snapshot, or raises when there is none (yet).
+
+    A file counts once, however many links name it, one after the other (a worker whose link is new) or at once. What it
+    has counted for before is remembered by the file and the process that writes it.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[object, Callable[[], Counters]] = {}
+        self._files: dict[object, Path] = {}  # by link
         self._last: dict[object, Counters] = {}
         self._base: Totals = {}
+        self._counted: OrderedDict[tuple[object, int], Counters] = OrderedDict()  # what is in the base, by file and pid
         self._counts_base = dict.fromkeys(CORE_COUNTS, 0)
         self.unreadable = 0
 
@@ -62,19 +71,29 @@ class EngineCounters:
         file = Path(path)
         with contextlib.suppress(OSError):  # no such directory: nothing to read
             if path and "\0" not in path and file.parent.samefile(directory):
-                self.add(key, lambda: read_counters(file))
+                file = directory / file.name
+                self._files[key] = file
+                if file not in self._sources:
+                    self.add(file, lambda: read_counters(file))
 
     def remove(self, key: object) -> None:
-        """The engine is gone; what it has counted stays."""
-        if key not in self._sources:
+        """The engine is gone, or nobody names its file any more; what it has counted stays."""
+        source = self._files.pop(key, key)
+        if source not in self._sources or source in self._files.values():
             return
-        self.read(key)  # a killed process leaves its file, with its last numbers
-        del self._sources[key]
-        last = self._last.pop(key, None)
-        if last is not None:
-            _accumulate(self._base, last)
-            for name in CORE_COUNTS:
-                self._counts_base[name] += getattr(last, name)
+        self.read(source)  # a killed process leaves its file, with its last numbers
+        del self._sources[source]
+        last = self._last.pop(source, None)
+        if last is None:
+            return
+        before = self._counted_before(source, last)
+        _accumulate(self._base, last, before)
+        for name in CORE_COUNTS:
+            self._counts_base[name] += _more(last, before, name)
+        if isinstance(source, Path):
+            self._counted[source, last.pid] = last
+            while len(self._counted) > COUNTED_MAX:
+                self._counted.popitem(last=False)
 
     def snapshot(self) -> tuple[Totals, dict[str, int]]:
         """(totals by transport and field, sums of gauges), over living engines and those that are gone."""
@@ -84,14 +103,15 @@ class EngineCounters:
             counters = self.read(key)
             if counters is None:
                 continue
-            _accumulate(totals, counters)
+            _accumulate(totals, counters, self._counted_before(key, counters))
             for name in GAUGES:
                 gauges[name] += getattr(counters, name)
         return totals, gauges
 
     def core_count(self, name: str) -> int:
         """One of `CORE_COUNTS` over all engines, living and gone: as of the last `snapshot`, never less."""
-        return self._counts_base[name] + sum(int(getattr(counters, name)) for counters in self._last.values())
+        live = (_more(counters, self._counted_before(key, counters), name) for key, counters in self._last.items())
+        return self._counts_base[name] + sum(live)
 
     def read(self, key: object) -> Counters | None:
         """The newest snapshot of one engine; the last one when it cannot be read now."""
@@ -102,14 +122,23 @@ class EngineCounters:
             log.debug("cannot read the counters of %s: %s", key, failure)
         return self._last.get(key)
 
+    def _counted_before(self, source: object, counters: Counters) -> Counters | None:
+        return self._counted.get((source, counters.pid))
 
-def _accumulate(totals: Totals, counters: Counters) -> None:
+
+def _more(counters: Counters | TransportCounters, before: Counters | TransportCounters | None, name: str) -> int:
+    """What has been counted since ``before``."""
+    return max(0, int(getattr(counters, name)) - (0 if before is None else int(getattr(before, name))))
+
+
+def _accumulate(totals: Totals, counters: Counters, before: Counters | None) -> None:
+    earlier = {} if before is None else {row.name: row for row in before.transports}
     for row in counters.transports:
         # The names come from files of other processes, and each one stays for ever.
         name = row.name if row.name in totals or len(totals) < TRANSPORT_LABELS_MAX else "other"
         fields = totals.setdefault(name, dict.fromkeys(TOTALS, 0))
         for name in TOTALS:
-            fields[name] += getattr(row, name)
+            fields[name] += _more(row, earlier.get(row.name), name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from kvxfer.errors import (
     PeerDraining,
     PeerIncarnationMismatch,
     PeerLost,
+    ProtocolError,
     TooManyPending,
     TransferTimeout,
     UsageError,
@@ -251,6 +252,9 @@ class Registry:
             return [*actions, answer] if party is not None else actions
         if party is None or not party.is_worker:
             return [*actions, _settle_elsewhere(answer.node_id, key, "failed", PeerLost.code, "the claimant ended")]
+        if self._routes.conflict(party, answer.node_id, key):
+            wrong = ProtocolError("the peer granted a claim that somebody else has", peer=answer.node_id[:8])
+            return [*actions, Refused(link=answer.link, rid=answer.rid, error=wrong)]
         limit = self._config.claims_max
         if len(self._routes) >= limit or is_greedy(len(party.routes), len(self._routes), limit):
             error = TooManyPending("too many live claims from this node", claims_max=self._config.claims_max)
@@ -283,7 +287,7 @@ class Registry:
             route = party.routes.get(key)
             if outcome not in OUTCOMES:
                 raise UsageError("bad outcome", outcome=outcome[:40])
-            if route is None and self._routes.get(key) is not None:
+            if route is None and self._routes.known(key):
                 raise AccessDenied("this claim is another worker's", posting=posting, claim=claim)
             if route is None and (not node or not party.is_worker or self._book.knows(posting)):
                 return self._book.settle(now, party, rid, key, outcome, code, detail)
@@ -296,8 +300,7 @@ class Registry:
 
     def unknown_to_us(self, node_id: str, claims: Iterable[ClaimKey]) -> list[ClaimKey]:
         """Which of these claims on postings of a node none of our workers holds."""
-        routes = ((key, self._routes.get(key)) for key in claims)
-        return [key for key, route in routes if route is None or route.node_id != node_id]
+        return [key for key in claims if self._routes.get(node_id, key) is None]
 
     def never_arrived(self, now: float, session: str, claims: Iterable[ClaimKey]) -> list[Action]:
         """The daemon that was asked about claims of an ended connection does not know these."""
@@ -312,13 +315,12 @@ class Registry:
         """A peer says what happened to a claim of one of our workers. What fits nothing is counted and ignored."""
         actions = self.expire(now)
         party = self._parties.get(link)
-        route = self._routes.get((posting, claim))
+        key = (posting, claim)
+        route = None if party is None else self._routes.get(party.node_id, key)
         if what not in ROUTED_EVENTS:
             self._count_unexpected("event", "kind")
         elif route is None:
-            self._count_unexpected("event", "unknown_claim")
-        elif party is None or party.node_id != route.node_id:
-            self._count_unexpected("event", "wrong_node")
+            self._count_unexpected("event", "wrong_node" if self._routes.known(key) else "unknown_claim")
         else:
             if what in ROUTE_ENDS:
                 self._routes.drop(route)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvxfer.daemon import metrics as metrics_module
 from kvxfer.daemon.metrics import (
     TOTALS,
     TRANSPORT_LABELS_MAX,
@@ -142,6 +143,38 @@ def test_file_that_is_no_counters_file_costs_nothing_but_a_count(tmp_path: Path,
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert time.monotonic() - started < 0.5 * slack()
     assert engines.unreadable == (0 if what == "no path" else 2)
+
+
+def test_a_file_counts_once_however_many_links_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, one after the other (a worker whose link was lost), and when another process has taken the name."""
+    now = [counters(row(put_bytes=10), spills=2, pid=7)]
+    monkeypatch.setattr(metrics_module, "read_counters", lambda path: now[0])
+    engines, path = EngineCounters(), str(tmp_path / "c-0.counters")
+
+    def seen() -> tuple[int, int, int]:
+        totals, gauges = engines.snapshot()
+        return totals["shm"]["put_bytes"], engines.core_count("spills"), gauges["regions"]
+
+    engines.add_file("a", path, tmp_path)
+    assert seen() == (10, 2, 0)
+    for other in range(3):
+        engines.add_file(other, str(tmp_path / "." / "c-0.counters"), tmp_path)
+        assert seen() == (10, 2, 0)
+    engines.remove("a")
+    now[0] = counters(row(put_bytes=15), spills=3, pid=7)
+    assert seen() == (15, 3, 0)
+    for other in range(3):
+        engines.remove(other)
+    assert seen() == (15, 3, 0)
+    for again in range(3):
+        engines.add_file(again, path, tmp_path)
+        now[0] = counters(row(put_bytes=20 + again), spills=4, pid=7, regions=1)
+        assert seen() == (20 + again, 4, 1)
+        engines.remove(again)
+        assert seen() == (20 + again, 4, 0)
+    now[0] = counters(row(put_bytes=1), pid=8)
+    engines.add_file("new", path, tmp_path)
+    assert seen() == (23, 4, 0)
 
 
 def test_names_that_files_make_up_do_not_add_series_for_ever() -> None:

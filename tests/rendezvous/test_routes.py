@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvxfer.rendezvous.actions import Action, Claimed, Link, Notify, Refused, SettleElsewhere
@@ -116,3 +118,33 @@ def test_routes_are_bounded() -> None:
     assert back.outcome == "cancelled"
     assert isinstance(refused, Refused)
     assert refused.error.code == "too_many_pending"
+
+
+def test_what_one_node_says_is_never_about_a_claim_at_another() -> None:
+    """It knows the posting (a region that it may claim as well), and numbers count up from 1."""
+    bench = Bench()
+    bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
+    answer = routed(bench, "own")
+    theirs = replace(answer, link="other", node_id=FAR, rid=bench.rid())
+    assert bench.checked(bench.registry.claimed_elsewhere(0.0, theirs)) == [theirs]
+    key = ("e" * 32, 7)
+    assert bench.registry.unknown_to_us(THERE, [key]) == bench.registry.unknown_to_us(FAR, [key]) == []
+    assert bench.registry.unknown_to_us("9" * 32, [key]) == [key]
+    assert told(event(bench, "withdrawn", "far")) == [("other", "withdrawn", 7, "c")]
+    assert told(event(bench, "orphaned")) == [("own", "orphaned", 7, "c")]
+    (settled,) = bench.settle(answer)
+    assert isinstance(settled, SettleElsewhere)
+    assert settled.node_id == THERE
+    assert bench.registry.counts().routes == 0
+
+
+def test_a_claim_that_somebody_has_is_granted_to_nobody_else() -> None:
+    """By its own node to another worker, or by another node to the same one, which could not tell them apart."""
+    bench = Bench()
+    answer = routed(bench)
+    for wrong in (replace(answer, link="other", rid=bench.rid()), replace(answer, node_id=FAR, rid=bench.rid())):
+        assert refusal(bench.checked(bench.registry.claimed_elsewhere(0.0, wrong))).code == "protocol"
+    assert bench.registry.unknown_to_us(THERE, [("e" * 32, 7)]) == []
+    again = replace(answer, rid=bench.rid())
+    assert bench.checked(bench.registry.claimed_elsewhere(0.0, again)) == [again]
+    assert bench.registry.counts().routes == 1

@@ -11,6 +11,8 @@ import pytest
 
 from kvxfer.deadline import Deadline
 from kvxfer.errors import VersionMismatch
+from kvxfer.rendezvous.postings import Party
+from kvxfer.rendezvous.routes import Routes
 from kvxfer.testing.sim.grants import UNKNOWN_S
 from kvxfer.testing.sim.loop import run_in
 from kvxfer.testing.sim.network import Host
@@ -114,8 +116,11 @@ def claims_of(world: World, routes: dict[Any, Any], settling: set[Any]) -> Any:
         server = SimpleNamespace(incarnation=name, forwarder=forwarder, **parts)
         return SimpleNamespace(ready=True, server=server, process=SimpleNamespace(name=name, speech=PRESENT))
 
-    owner = daemon("near", registry=SimpleNamespace(_book=book, _routes={}))
-    claimant = daemon("far", registry=SimpleNamespace(_book=SimpleNamespace(_postings={}), _routes=routes))
+    known = Routes()
+    for route in routes:
+        known.add(Party("w", "worker"), "n", route)
+    owner = daemon("near", registry=SimpleNamespace(_book=book, _routes=Routes()))
+    claimant = daemon("far", registry=SimpleNamespace(_book=SimpleNamespace(_postings={}), _routes=known))
     world.daemons = {"near": owner, "far": claimant}
     return owner
 

@@ -80,7 +80,7 @@ class Grants:
         self._world.trace.note(f"claim {key[1]} of {key[0][:8]} never arrived")
         for daemon in self._daemons():
             routes: Any = daemon.server.registry._routes  # type: ignore[union-attr]
-            if routes.get(key) is not None:
+            if routes.known(key):
                 text = f"{current().name} ended claim {key[1]} of {key[0][:8]}, which {daemon.process.name} knows"
                 self._world.oracle.wrong("revoked_grant", text)
 
@@ -130,7 +130,7 @@ class Grants:
                 continue
             elif self.can_say(Confirm, owner, claim):
                 routes: Any = claimant.server.registry._routes
-                if routes.get(claim.key) is None and claim.key not in claimant.server.forwarder.settling():
+                if not routes.known(claim.key) and claim.key not in claimant.server.forwarder.settling():
                     why = f"{text}, which {claimant.process.name} does not know"
                     found[*claim.key, claim.party.session] = (UNKNOWN_S, why)
         return found
