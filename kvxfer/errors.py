@@ -81,7 +81,7 @@ class OutOfRange(UsageError):
 
 
 class OverlapError(UsageError):
-    """A registration overlaps another region in part, or a push what another push writes."""
+    """A registration overlaps another region in part, a layer another layer, or a push what another push writes."""
 
     code = "overlap"
 

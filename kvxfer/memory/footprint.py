@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import TooLarge
+from kvxfer.errors import OverlapError, TooLarge
 from kvxfer.geometry import CacheLayout
 
 ROWS_MAX = 1 << 18  # of one cache that shares memory with another one
@@ -68,6 +68,8 @@ class _Group:
     unit: int
     axes: tuple[_Axis, _Axis, _Axis]  # P, N, H as they are
     head_bytes: int
+    begin: int  # its first byte, and just behind its last
+    end: int
 
     @property
     def reach(self) -> int:
@@ -78,10 +80,6 @@ class _Group:
     def row_reach(self) -> int:
         """The same of all blocks of one row."""
         return (self.blocks - 1) * self.step + self.reach
-
-    def bounds(self) -> tuple[int, int]:
-        last = _reach(self.outer, 0) + self.row_reach
-        return int(self.bases.min()), int(self.bases.max()) + last
 
     def rows(self) -> Ints:
         """Where block 0 begins in every row of blocks, ascending."""
@@ -132,13 +130,18 @@ class Footprint:
 
     def apart(self, other: Footprint) -> bool:
         """Whether nothing of one lies between the first and the last byte of the other: a quick look."""
-        for one in self._groups:
-            begin, end = one.bounds()
-            for two in other._groups:
-                least, most = two.bounds()
-                if one.space == two.space and begin < most and least < end:
-                    return False
-        return True
+        return not any(_near(one, two) for one in self._groups for two in other._groups)
+
+    def require_apart(self) -> None:
+        """No two layers have a byte in common, whatever the blocks. Raises `OverlapError`, or what `meeting` does."""
+        for index, one in enumerate(self._groups):
+            for two in self._groups[: index + 1]:
+                if _near(one, two) and _meet_somewhere(one, two):
+                    raise OverlapError(
+                        "two layers of the cache share bytes",
+                        field="placements",
+                        hint="each layer needs memory of its own for as many blocks as the layout has",
+                    )
 
     def cells(self, block: int, slots: range) -> dict[Hashable, tuple[Ints, Ints]]:
         """Every byte of some slots of one block, by address space: begins and ends, ascending."""
@@ -163,6 +166,7 @@ def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases
     )
     real = [axis for axis in (parts, tokens, heads) if axis[1] > 1]
     inner, unit = _folded([axis for axis in real if not step or axis[0] < step], shape.head_bytes)
+    length = _reach([*real, (step, layout.blocks)], shape.head_bytes)
     return _Group(
         space=space,
         bases=np.array(sorted(bases), np.int64),
@@ -173,7 +177,29 @@ def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases
         unit=unit,
         axes=(parts, tokens, heads),
         head_bytes=shape.head_bytes,
+        begin=min(bases),
+        end=max(bases) + length,
     )
+
+
+def _near(one: _Group, other: _Group) -> bool:
+    """Whether something of one lies between the first and the last byte of the other."""
+    return one.space == other.space and one.begin < other.end and other.begin < one.end
+
+
+def _meet_somewhere(one: _Group, other: _Group) -> bool:
+    """Whether different rows of blocks have a byte in common."""
+    differences = _row_differences(one, other)
+    if one is other:
+        rows = one.rows()
+        if bool((rows[1:] == rows[:-1]).any()):
+            return True
+        differences = differences[differences != 0]  # each row meets itself
+    if one.step == other.step and one.step:
+        return bool(_steps(one, other, differences))
+    join = _Join(one, other, differences)
+    ours, theirs = (np.arange(group.blocks) for group in (one, other))
+    return any(len(_joined(join, int(difference), ours, theirs)[0]) for difference in differences)
 
 
 def cells_meet(one: dict[Hashable, tuple[Ints, Ints]], other: dict[Hashable, tuple[Ints, Ints]]) -> bool:
@@ -251,8 +277,7 @@ def meeting(one: Footprint, other: Footprint) -> Meeting:
 
 def _row_differences(ours: _Group, theirs: _Group) -> Ints:
     """How far rows that may share a byte lie apart (theirs less ours), each value once."""
-    (begin, end), (least, most) = ours.bounds(), theirs.bounds()
-    if begin >= most or least >= end:
+    if not _near(ours, theirs):
         return np.empty(0, np.int64)
     mine, others = ours.rows(), theirs.rows()
     low = np.searchsorted(others, mine - theirs.row_reach, side="right")

@@ -348,6 +348,7 @@ class KVCache:
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "regions", found)
         object.__setattr__(self, "footprint", Footprint(layout, [region.place for region in found]))
+        self.footprint.require_apart()
         object.__setattr__(self, "_parts", parts_of(layout, len(found)))
 
     def lend(
