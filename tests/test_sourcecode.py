@@ -90,7 +90,7 @@ LAYERS = (
             *(
                 f"daemon.{name}"
                 for name in (
-                    *("acceptor", "confirming", "dispatch", "forward", "gauges", "http", "newcomers"),
+                    *("acceptor", "confirming", "dispatch", "events", "forward", "gauges", "http", "newcomers"),
                     *("landing", "landing_line", "landing_memory"),
                     *("leftovers", "metrics", "nodes", "pool", "reports", "settling"),
                 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvxfer.config import Config
+from kvxfer.daemon.events import Events
 from kvxfer.daemon.nodes import Nodes
 from kvxfer.daemon.reports import Reports
 from kvxfer.errors import (
@@ -90,6 +91,10 @@ class Dispatcher:
         self.draining = False
         self.backpressured = 0
         registry.add_worker(SELF, SELF)
+        self.events = Events(
+            lambda link, event: self._send(link, _message(event)), queue_bytes_max=config.link_queue_bytes_max
+        )
+        registry.refuse_claims_on(self.events.slow)
 
     # -- links -----------------------------------------------------------------------------------------------
 
@@ -121,6 +126,7 @@ class Dispatcher:
         if link.peer.role != "worker":
             self.nodes.remove(link)
         self.forwarding.forget(link)
+        self.events.forget(link)
         self.reports.forget(link)
         self.run(self.registry.remove(self._clock(), link))
 
@@ -299,7 +305,9 @@ class Dispatcher:
                 self.forwarding.confirm(action)
                 continue
             touched.add(action.link)
-            if isinstance(action.link, Link):
+            if isinstance(action, act.Notify) and isinstance(action.link, Link) and action.link.peer.role == "worker":
+                self.events.tell(action.link, action)
+            elif isinstance(action.link, Link):
                 self._send(action.link, _message(action))
             elif isinstance(action, act.Notify):
                 self.landings.on_event(action)
@@ -365,6 +373,7 @@ class Dispatcher:
     def close(self) -> None:
         """Stop the clock."""
         self.nodes.close()
+        self.events.close()
         if self._timer is not None:
             self._timer.cancel()
 

@@ -100,6 +100,8 @@ def _links(server: Server) -> Iterator[Sample]:
         yield Sample(name="kvxfer_links_ended", help=text, value=value, labels=labels, counter=True)
     text = "Links that were dropped because the other side did not read."
     yield Sample(name="kvxfer_links_backpressured", help=text, value=server.dispatcher.backpressured, counter=True)
+    text = "Events for workers that did not read, merged into later ones."
+    yield Sample(name="kvxfer_events_merged", help=text, value=server.dispatcher.events.merged, counter=True)
     text = "Node ids that several daemons have at the same time; the log names them."
     yield Sample(name="kvxfer_twin_nodes", help=text, value=len(server.dispatcher.nodes.twins))
     text = "Bytes that have been received of control messages that are not complete."

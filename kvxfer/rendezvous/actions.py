@@ -60,7 +60,7 @@ class Claimed:
 class Notify:
     """Send an event to the owner of a posting or to the link of a claimant. `claim` 0: the posting itself.
 
-    `boxes`: what a new claim writes of an offer.
+    `boxes`: what a new claim writes of an offer. `kind`: of the posting, where it is one of this node.
     """
 
     link: Link
@@ -71,6 +71,7 @@ class Notify:
     detail: str = ""
     engine_id: str = ""
     boxes: tuple[Box, ...] = ()
+    kind: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from kvxfer.errors import (
     InternalError,
     KvxferError,
     LeaseExpired,
+    PeerBackpressure,
     PeerDraining,
     PeerLost,
     TooManyPending,
@@ -27,7 +28,7 @@ from kvxfer.errors import (
     UsageError,
     WrongKey,
 )
-from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Notify, Posted, Refused
+from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Link, Notify, Posted, Refused
 from kvxfer.rendezvous.postings import (
     AGAIN_WAIT_S,
     FOUND_BY_KEY,
@@ -73,6 +74,7 @@ class Book:
         self._waiting = WaitingRoom(config.waiting_max)
         self._ended = EndedMemory(config.expired_memory_max)
         self._timeline: Timeline[tuple[str, str, int]] = Timeline()
+        self.is_slow: Callable[[Link], bool] = lambda _: False
         self.tally = Tally()
         self.posting_bytes = 0
         self._claims = Shares(config.claims_max)
@@ -438,6 +440,9 @@ class Book:
         part = part_of(posting, boxes) if posting.boxes else ()
         if posting.boxes and not part:
             return [self._nothing_to_do(party, rid, posting.id)]
+        if self.is_slow(posting.owner.link):
+            hint = "it computes, or hangs: try again when it goes on"
+            raise PeerBackpressure("the worker that posted it does not keep up with its claims", hint=hint)
         if not self._claims.room(party.account):
             raise too_many("live claims on this node", "claims_max", self._claims, party.account)
         if posting.issued >= CLAIM_NUMBER_MAX:
@@ -598,6 +603,7 @@ def _notice(
         detail=detail[:DETAIL_CHARS_MAX],
         engine_id=claim.engine_id,
         boxes=boxes,
+        kind=claim.posting.kind,
     )
 
 

@@ -396,6 +396,10 @@ class Registry:
             actions.append(_settle_elsewhere(route.node_id, key, "cancelled", PeerDraining.code, DRAINED))
         return actions
 
+    def refuse_claims_on(self, slow: Callable[[Link], bool]) -> None:
+        """Claims on what these workers have posted are refused: they do not take what is told them about others."""
+        self._book.is_slow = slow
+
     @property
     def workers(self) -> int:
         """How many are linked."""
