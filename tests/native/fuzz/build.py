@@ -48,19 +48,17 @@ class Target:
 
 STREAM = ("stream.c", "auth.c", "copy.c")
 TCP = (*STREAM, "table.c", "transport_tcp.c", "tcp_*.c", "seal.c", "libcrypto.c", "forks.c", "newcomers.c")
+SHM = ("auth.c", "copy.c", "forks.c", "newcomers.c", "table.c", "transport_shm.c", "shm_*.c")
 HIXL = (*STREAM, "forks.c", "newcomers.c", "table.c", "tcp_socket.c", "transport_hixl.c", "hixl_*.c")
 TARGETS = {
     target.name: target
     for target in (
         Target("fuzz_stream", STREAM, 400, 100),
         Target("fuzz_serve", TCP, 400, 250),
+        Target("fuzz_dial", TCP, 500, 800),
         Target("fuzz_sealed", TCP, 400, 300),
-        Target(
-            "fuzz_shm",
-            ("auth.c", "copy.c", "forks.c", "newcomers.c", "table.c", "transport_shm.c", "shm_*.c"),
-            300,
-            250,
-        ),
+        Target("fuzz_shm", SHM, 300, 250),
+        Target("fuzz_shm_peer", SHM, 400, 400),
         Target("fuzz_hixl_owner", HIXL, 300, 350),
         Target("fuzz_hixl_peer", HIXL, 400, 500),
     )

@@ -9,8 +9,10 @@
 #include "fuzz.h"
 #include "transport.h"
 
-#define GUARD  4096
+#define GUARD 4096
+#ifndef LENGTH
 #define LENGTH 8192
+#endif
 
 /* -- a core with one grant -------------------------------------------------------------------------------------- */
 
@@ -88,6 +90,7 @@ int kvx_core_wake_fd(kvx_core *core, uint32_t slot, uint32_t thread) {
     (void)core, (void)slot;
     return thread == 0 ? wake_fd : more_wake_fds[thread - 1];
 }
+#ifndef FUZZ_OWNS
 int kvx_core_owner_set(kvx_core *core, uint32_t slot, void (*turn)(void *transport), void *transport) {
     (void)core, (void)slot, (void)turn, (void)transport;
     return wake_fd; /* for diallers only */
@@ -96,6 +99,7 @@ bool kvx_op_in_submit(const kvx_op *op) {
     (void)op;
     return false;
 }
+#endif
 kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot) {
     (void)core, (void)slot;
     return &counters;

@@ -2,8 +2,7 @@
  * right, wrong or out of place, answers to nobody, revokes, silence, a library that fails, a sudden end.
  *
  * Properties: nothing moves but between our region and what the owner said of a grant, by copies only in what its key
- * maps, whoever it says that it is; every op, import, connect and peer is answered once, with a status that may be
- * told; and nothing is left when the peer is closed. */
+ * maps, whoever it says that it is; what is in fuzz_dials.h; and nothing is left when the peer is closed. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -13,71 +12,15 @@
 #define FUZZ_DIALS
 #include "fuzz_core.h"
 #include "fuzz_hixl.h"
+#include "fuzz_dials.h"
 
-#define IMPORTS 4
-#define OPS     6
-#define TOLD    32
-
-typedef struct used {
-    kvx_import import;
-    bool taken, pending, good;
-} used;
-
-typedef struct ordered {
-    kvx_op op;
-    kvx_segment segments[3];
-    bool live;
-} ordered;
+#define TOLD 32
 
 static int listener;
-static kvx_peer peer;
-static bool connected, connect_told, lost, closing, closed;
-static used imports[IMPORTS];
-static ordered ops[OPS];
 static hixl_location told[TOLD];
 static uint32_t told_count;
-static const uint8_t secret[KVX_KEY_BYTES] = "0123456789abcde";
 
-/* -- the core ----------------------------------------------------------------------------------------------------- */
-
-static bool may_be_told(int status) {
-    return status == KVX_OK || (status >= KVX_E_CANCELLED && status < KVX_E_INTERNAL);
-}
-static uint32_t live_ops(const kvx_import *import) {
-    uint32_t count = 0;
-    for (int i = 0; i < OPS; i++) {
-        count += ops[i].live && (import == NULL || ops[i].op.import == import);
-    }
-    return count;
-}
-void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment) {
-    ordered *one = op->transport_data;
-    (void)sys_errno;
-    FUZZ_CHECK(one->live && may_be_told(status) && bytes <= op->bytes && segment < (int)op->count);
-    FUZZ_CHECK(status != KVX_OK || bytes == op->bytes);
-    one->live = false;
-}
-void kvx_connect_done(kvx_peer *which, int status, int sys_errno) {
-    (void)sys_errno;
-    FUZZ_CHECK(which == &peer && !connect_told && !closed && may_be_told(status));
-    connect_told = true;
-    connected = status == KVX_OK;
-}
-void kvx_import_done(kvx_import *import, int status, int sys_errno) {
-    used *one = (used *)import;
-    (void)sys_errno;
-    FUZZ_CHECK(one->taken && one->pending && may_be_told(status) && !closed);
-    one->pending = false;
-    one->good = status == KVX_OK;
-}
-void kvx_peer_lost(kvx_peer *which, int status) {
-    FUZZ_CHECK(which == &peer && connected && !lost && live_ops(NULL) == 0 && status != KVX_OK);
-    lost = true;
-}
-void kvx_peer_closed(kvx_peer *which) {
-    FUZZ_CHECK(which == &peer && closing && !closed && live_ops(NULL) == 0);
-    closed = true;
-}
+/* -- what moves ---------------------------------------------------------------------------------------------------- */
 
 static void span_moves(uint64_t local, uint64_t remote, uint64_t length, bool mapped) {
     uint64_t base = (uintptr_t)region.base, from = mapped ? (uintptr_t)MAPPED : 0;
@@ -101,74 +44,9 @@ static void progress(int times) {
     }
 }
 
-/* -- what the core asks of the transport -------------------------------------------------------------------------- */
-
-static void import_one(stranger *o) {
-    used *one = &imports[take(o, 1) % IMPORTS];
-    if (one->taken || closing || !connected) {
-        return;
-    }
-    *one = (used){.import = {.peer = &peer, .remote = {.grant = 1, .generation = 1, .length = LENGTH, .access = 3}}};
-    memcpy(one->import.remote.key, secret, sizeof secret);
-    one->taken = one->pending = true;
-    if (kvx_transport_hixl.mem_import(hixl, &one->import) != KVX_PENDING) {
-        one->taken = one->pending = false;
-    }
-}
-
-static void release_one(stranger *o) {
-    used *one = &imports[take(o, 1) % IMPORTS];
-    if (one->taken && !one->pending && !closing && live_ops(&one->import) == 0) {
-        FUZZ_CHECK(kvx_transport_hixl.peer_close(hixl, &peer, &one->import) == KVX_OK);
-        one->taken = one->good = false;
-    }
-}
-
-static void submit_one(stranger *o) {
-    uint8_t what = (uint8_t)take(o, 1);
-    ordered *one = &ops[what % OPS];
-    used *by = &imports[what / 8 % IMPORTS];
-    if (one->live || !by->good || closing) {
-        return;
-    }
-    *one = (ordered){.op = {.kind = what & 64 ? KVX_OP_GET : KVX_OP_PUT,
-                            .flags = what & 128 ? KVX_OP_NOTIFY : 0,
-                            .region = &region,
-                            .import = &by->import,
-                            .segments = one->segments,
-                            .count = (uint32_t)take(o, 1) % 4,
-                            .transport_data = one}};
-    for (uint32_t i = 0; i < one->op.count; i++) {
-        uint64_t length = 1 + take(o, 2) % LENGTH;
-        one->segments[i] =
-            (kvx_segment){take(o, 2) % (LENGTH - length + 1), take(o, 2) % (LENGTH - length + 1), length};
-        one->op.bytes += length;
-    }
-    if (one->op.count == 0) {
-        one->op.flags = KVX_OP_NOTIFY;
-        one->op.region = NULL;
-    }
-    one->live = true;
-    int status = kvx_transport_hixl.submit(hixl, &one->op);
-    if (status != KVX_PENDING) {
-        FUZZ_CHECK(may_be_told(status));
-        one->live = false;
-    }
-}
-
-static void cancel_one(ordered *one) {
-    if (one->live) {
-        atomic_store(&one->op.cancelled, true);
-        for (uint32_t i = 0; i <= DEVICES; i++) {
-            kvx_core_wake(NULL, 0, i);
-        }
-    }
-}
-
-static void close_peer(void) {
-    if (!closing) {
-        closing = true;
-        FUZZ_CHECK(kvx_transport_hixl.peer_close(hixl, &peer, NULL) == KVX_OK);
+static void wake_all(void) {
+    for (uint32_t i = 0; i <= DEVICES; i++) {
+        kvx_core_wake(NULL, 0, i);
     }
 }
 
@@ -208,7 +86,7 @@ static void send_frame(stranger *o, uint8_t type, uint8_t how) {
     const used *about = &imports[how % IMPORTS];
     const hixl_import *known = about->taken && !closed ? about->import.transport_data : NULL;
     uint8_t key[KVX_KEY_BYTES];
-    memcpy(key, secret, sizeof key);
+    memcpy(key, secret_key, sizeof key);
     key[0] ^= how / 4 % 16 == 1;
     uint64_t handle = known != NULL && how / 4 % 16 != 2 ? known->handle : 1 + take(o, 1) % 16;
     if (type == KVX_FRAME_LOCATION) {
@@ -261,6 +139,7 @@ static void act(stranger *o) {
         break;
     case 5:
         cancel_one(&ops[what / 16 % OPS]);
+        wake_all();
         break;
     case 6:
         release_one(o);
@@ -286,12 +165,15 @@ static void act(stranger *o) {
         send_frame(o, types[what / 16 % 5], (uint8_t)take(o, 1));
     }
     progress(1 + what / 16 % 3);
+    rooms_check();
 }
 
 static void setup(void) {
     struct sockaddr_in address = {.sin_family = AF_INET};
     socklen_t length = sizeof address;
     open_hixl();
+    dials_ops = &kvx_transport_hixl;
+    dials_transport = hixl;
     inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
     listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     FUZZ_CHECK(bind(listener, (struct sockaddr *)&address, sizeof address) == 0 && listen(listener, 8) == 0);
@@ -302,7 +184,7 @@ static void setup(void) {
 static void meet(stranger *o) {
     uint8_t bytes[KVX_STREAM_HELLO_BYTES];
     struct linger linger = {.l_onoff = 1};
-    FUZZ_CHECK(kvx_transport_hixl.peer_connect(hixl, &peer) == KVX_PENDING);
+    dials_begin();
     progress(1);
     o->fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     FUZZ_CHECK(o->fd >= 0);
@@ -327,10 +209,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (hixl == NULL) {
         setup();
     }
-    connected = connect_told = lost = closing = closed = false;
     told_count = 0;
-    memset(imports, 0, sizeof imports);
-    memset(ops, 0, sizeof ops);
     atomic_store(&connect_status, KVX_OK);
     atomic_store(&poll_status, KVX_OK);
     meet(&o);
@@ -345,9 +224,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     time_t begun = time(NULL); /* a call of the library is a thread, which gets its turn some time */
     while ((!closed || hixl->devices[0].links != NULL) && time(NULL) < begun + 15) {
         clock_ms += 500;
-        for (uint32_t thread = 0; thread <= DEVICES; thread++) {
-            kvx_core_wake(NULL, 0, thread);
-        }
+        wake_all();
         progress(1);
     }
     FUZZ_CHECK(closed && live_ops(NULL) == 0);
