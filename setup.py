@@ -14,6 +14,9 @@ from setuptools.command.build_ext import build_ext
 NATIVE = Path("kvxfer/native")
 BINDING = Path("build/shim/_shim.c")
 NOT_COMPILED_ALONE = {"api.csrc.c"}  # input of the generator, already part of the binding
+# What an overflow runs into, if there is one; tests/test_build.py reads the result.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack"]
 STANDARDS = {".c": "-std=gnu11", ".cc": "-std=c++17"}
 
 
@@ -55,8 +58,8 @@ setup(
             ],
             depends=["setup.py", *everywhere("*.h", "*.map")],
             include_dirs=[str(NATIVE)],
-            extra_compile_args=["-O3", "-g", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"],
-            extra_link_args=["-pthread", f"-Wl,--version-script={NATIVE}/_shim.map"],
+            extra_compile_args=["-O3", "-g", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", *HARDENED],
+            extra_link_args=["-pthread", *HARDENED_LINK, f"-Wl,--version-script={NATIVE}/_shim.map"],
         )
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import elf
 from tests.native.aarch64 import run
 from tools import preflight
 
@@ -110,3 +112,25 @@ def test_preflight_says_what_is_missing(
         monkeypatch.setattr(preflight, setting, value)
     [problem] = list(preflight.problems())
     assert sentence in problem
+
+
+def test_the_engine_is_built_with_what_an_overflow_runs_into() -> None:
+    """Canaries on the stack, bounds in libc calls, tables read-only after loading, no memory to run code in."""
+    found = importlib.util.find_spec("kvxfer.native._shim")
+    assert found is not None
+    assert found.origin is not None
+    made = elf.read(Path(found.origin))
+    assert "__stack_chk_fail" in made.names
+    assert "__memcpy_chk" in made.names
+    assert "__snprintf_chk" in made.names
+    assert made.binds_now
+    assert not made.rewrites_code
+    assert elf.PT_GNU_RELRO in [kind for kind, _ in made.segments]
+    [stack] = [flags for kind, flags in made.segments if kind == elf.PT_GNU_STACK]
+    assert not stack & elf.PF_X
+    assert not [flags for kind, flags in made.segments if kind == elf.PT_LOAD and flags & elf.PF_W and flags & elf.PF_X]
+
+
+def test_the_other_architecture_is_built_alike() -> None:
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f"HARDENED = {run.HARDENED}".replace("'", '"') in text

@@ -315,13 +315,13 @@ enum {
 
 /* One row for each type that a role takes: which flags it may have, which fields it uses (the others are 0), and how
  * many units it has. tests/native/frames.py says the same from the specification. */
-typedef struct rule {
+typedef struct frame_rule {
     uint8_t role, type;
     uint16_t flags, says;
     uint32_t units;
-} rule;
+} frame_rule;
 
-static const rule rules[] = {
+static const frame_rule rules[] = {
     {KVX_STREAM_ACCEPTOR, KVX_FRAME_ATTACH, 0, SAYS_OP | SAYS_GRANT | SAYS_TAG | SAYS_VALUE, 0},
     {KVX_STREAM_ACCEPTOR, KVX_FRAME_DETACH, 0, SAYS_GRANT, 0},
     {KVX_STREAM_ACCEPTOR, KVX_FRAME_PUT, KVX_FRAME_F_NOTIFY | KVX_FRAME_F_CHECK,
@@ -346,7 +346,7 @@ static const rule rules[] = {
     {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_BYE, 0, 0, 0},
 };
 
-static const rule *rule_of(uint32_t role, uint8_t type) {
+static const frame_rule *rule_of(uint32_t role, uint8_t type) {
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         if (rules[i].role == role && rules[i].type == type) {
             return &rules[i];
@@ -356,7 +356,7 @@ static const rule *rule_of(uint32_t role, uint8_t type) {
 }
 
 /* Fields that are not used are 0, counts and lengths are within bounds. */
-static bool fields_fit(const kvx_stream_rx *rx, const rule *rule) {
+static bool fields_fit(const kvx_stream_rx *rx, const frame_rule *rule) {
     const kvx_frame *frame = &rx->frame;
     uint32_t says = rule->says;
     if (frame->flags & KVX_FRAME_F_NOTIFY) {
@@ -388,7 +388,7 @@ static bool ack_fits(const kvx_stream_rx *rx) {
 /* May a frame like this come from the other side at all? Looks at the fixed header only. */
 static bool plausible(const kvx_stream_rx *rx) {
     const kvx_frame *frame = &rx->frame;
-    const rule *rule = rule_of(rx->role, frame->type);
+    const frame_rule *rule = rule_of(rx->role, frame->type);
     if (rule == NULL || !fields_fit(rx, rule)) {
         return false;
     }

@@ -50,7 +50,8 @@ PACKAGES = {
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 STRICT = ["-Wshadow"]
-OPTIMISED = ["-O3", "-g", "-pthread", "-fvisibility=hidden"]
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]  # as setup.py
+OPTIMISED = ["-O3", "-g", "-pthread", "-fvisibility=hidden", *HARDENED]
 # Instructions that make the difference on this architecture: stores past the caches, checksums by the CPU.
 EXPECTED_CODE = ("ldnp", "stnp", "crc32cx", "crc32cb")
 SIMULATOR_TESTS = (

@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "ascend.h"
+#include "ascend/ascend.h"
 #include "fuzz.h"
 #define FUZZ_DIALS
 #define FUZZ_OWNS
@@ -21,7 +21,7 @@
 #include "fuzz_core.h"
 #include "fuzz_dials.h"
 #include "fuzz_frames.h"
-#include "stream.h"
+#include "proto/stream.h"
 
 #define STREAMS   2
 #define FRAME     4096

@@ -19,7 +19,7 @@
 #define LENGTH 65536
 #include "fuzz_core.h"
 #include "fuzz_dials.h"
-#include "shm.h"
+#include "shm/shm.h"
 
 #define ASKED_MAX 64
 #define FILES     5
