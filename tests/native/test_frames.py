@@ -14,8 +14,9 @@ import pytest
 
 from kvxfer.native.status import Status
 from tests.native import frames, kvxd
-from tests.native.alone import NATIVE, compiled
+from tests.native.alone import compiled
 from tests.native.kvxd import ACCEPTOR, DIALLER, SEGMENT_UNKNOWN, SIDE_ACCEPTOR, SIDE_DIALLER, Frame, Type
+from tests.native.sources import named
 
 MORE, HELLO, FRAME, PAYLOAD, TRAILER, ERROR = range(6)
 OTHER = {DIALLER: ACCEPTOR, ACCEPTOR: DIALLER, SIDE_DIALLER: SIDE_ACCEPTOR, SIDE_ACCEPTOR: SIDE_DIALLER}
@@ -43,7 +44,7 @@ class Parser:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    more = "".join(f'#include "{NATIVE / name}"\n' for name in ("auth.c", "copy.c"))
+    more = "".join(f'#include "{named(name)}"\n' for name in ("auth.c", "copy.c"))
     panic = '#include "transport.h"\nvoid kvx_panic(const char *c, const char *f, int l) '
     panic += "{ (void)c, (void)f, (void)l; __builtin_trap(); }\n"
     loaded = compiled(tmp_path_factory.mktemp("stream"), "stream", more + panic)
@@ -183,7 +184,7 @@ def members(text: str, name: str) -> list[str]:
 
 
 def test_the_tables_have_every_field_that_there_is() -> None:
-    stream, shm = (NATIVE / "stream.h").read_text(), (NATIVE / "shm.h").read_text()
+    stream, shm = named("stream.h").read_text(), named("shm.h").read_text()
     assert members(stream, "kvx_frame") == [*frames.FRAME_FIELDS]
     assert members(stream, "kvx_hello") == [*frames.HELLO_FIELDS]
     assert members(shm, "shm_message") == [*frames.MESSAGE_FIELDS]
