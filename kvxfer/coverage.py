@@ -249,7 +249,7 @@ def _runs(ranges: Iterable[range]) -> list[range]:
 
 def _listed(box: Box, names: Sequence[str]) -> str:
     """The named axes: first all others, then "of" the layers."""
-    inner = ", ".join(_axis(name, getattr(box, name)) for name in reversed(AXES[1:]) if name in names)
+    inner = ", ".join(_axis(name, getattr(box, name)) for name in AXES[1:] if name in names)
     outer = _axis("layers", box.layers) if "layers" in names else ""
     return " of ".join(text for text in (inner, outer) if text)
 

@@ -117,13 +117,13 @@ def test_neighbours_become_one_box() -> None:
 def test_what_is_missing_in_words() -> None:
     want = Box(layers=range(8), parts=range(2), heads=range(4), tokens=range(64))
     covered = Coverage(want)
-    assert covered.describe_missing() == "tokens 0-63, heads 0-3, parts 0-1 of layers 0-7"
+    assert covered.describe_missing() == "parts 0-1, heads 0-3, tokens 0-63 of layers 0-7"
     covered.add(Box(layers=range(8), parts=range(2), heads=range(1), tokens=range(64)))
     assert covered.describe_missing() == "heads 1-3"
     covered.add(Box(layers=range(8), parts=range(2), heads=range(4), tokens=range(40)))
-    assert covered.describe_missing() == "tokens 40-63, heads 1-3"
+    assert covered.describe_missing() == "heads 1-3, tokens 40-63"
     covered.add(Box(layers=range(7), parts=range(2), heads=range(4), tokens=range(64)))
-    assert covered.describe_missing() == "tokens 40-63, heads 1-3 of layer 7"
+    assert covered.describe_missing() == "heads 1-3, tokens 40-63 of layer 7"
     covered.add(want)
     assert covered.describe_missing() == "nothing"
     scattered = [box(range(1), range(1), range(token, token + 1)) for token in range(0, 20, 2)]
@@ -137,7 +137,7 @@ def test_what_a_cache_holds() -> None:
     )  # fmt: skip
     found = box_of(contiguous_layout(shape, 4)[0], BlockTable.of([1, 2], tokens=30, first_token=10))
     assert found == Box(layers=range(4, 8), parts=range(2), heads=range(6, 8), tokens=range(10, 40))
-    assert str(found) == "tokens 10-39, heads 6-7, parts 0-1 of layers 4-7"
+    assert str(found) == "parts 0-1, heads 6-7, tokens 10-39 of layers 4-7"
 
 
 @pytest.mark.parametrize(

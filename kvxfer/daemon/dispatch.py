@@ -453,6 +453,7 @@ def _message(action: act.Action) -> Message:
                 expires_in_s=action.expires_in_s,
                 node_id=action.node_id,
                 incarnation=action.incarnation,
+                boxes=boxes.pack(action.boxes),
             )
         case act.Notify():
             return m.PostingEvent(

@@ -36,6 +36,7 @@ from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import ClaimKey, too_many
 from kvxfer.rendezvous.shares import Shares
 from kvxfer.tasks import TaskOwner
+from kvxfer.wire import boxes
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 
@@ -239,6 +240,7 @@ class Forwarder:
             expires_in_s=reply.expires_in_s,
             node_id=reply.node_id,
             incarnation=reply.incarnation,
+            boxes=boxes.unpack(reply.boxes),
         )
         self._dispatcher.run(self._dispatcher.registry.claimed_elsewhere(self._clock(), answer))
         self._dispatcher.follow_node(reply.node_id)

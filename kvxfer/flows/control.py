@@ -25,7 +25,7 @@ from kvxfer.flows.untold import Untold
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
 from kvxfer.wire import messages as m
-from kvxfer.wire.boxes import pack
+from kvxfer.wire.boxes import pack, unpack
 
 EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
 UNSENT_MAX = 4096
@@ -69,6 +69,7 @@ class ClaimHandle:
     node: tuple[str, ...]
     posting: str
     claim: int
+    boxes: tuple[Box, ...] = ()  # what it writes of an offer; none: the daemon of the offer does not say
 
 
 class Control:
@@ -351,7 +352,7 @@ class Control:
             raise
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)
-        handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim)
+        handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim, unpack(reply.boxes))
         if not reply.claim:
             if not (isinstance(message, m.Claim) and message.boxes):
                 raise ProtocolError("the daemon granted a claim without a number")

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import msgpack
 import numpy as np
 
-from kvxfer.coverage import box_of
+from kvxfer.coverage import box_of, common_elements
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer, nothing_to_move, settle_within
 from kvxfer.deadline import NOTIFYING, ROOM, TRANSFERRING, Deadline
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.errors import (
     ClosedError,
+    GeometryMismatch,
     KvxferError,
     LeaseExpired,
     PeerLost,
@@ -126,6 +127,7 @@ class Push:
                 ignore_fingerprint=self._client.config.ignore_fingerprint,
                 within=box_of(self._peer.layout, self._peer.table),
             )
+            self._require_granted(plan)
             self._raise_if_failed()
             self.transport = await self._reaching.reach(self._client.plane, self._cache, self._peer, deadline)
             self._raise_if_failed()
@@ -136,6 +138,19 @@ class Push:
                 self._raise_if_failed()  # what ended it, if it was not the deadline
             raise
         return self
+
+    def _require_granted(self, plan: Plan) -> None:
+        """The daemon of the offer means what we mean. One that does not know of parts would take ours for the whole."""
+        granted = () if self._claim is None else self._claim.boxes
+        size = sum(box.elements for box in granted)
+        if plan.box.elements == common_elements([plan.box], granted) == size if granted else plan.complete:
+            return
+        raise GeometryMismatch(
+            "the daemons of this push and of its offer do not agree on what it writes",
+            source=str(plan.box),
+            target="; ".join(map(str, granted)) or "all of it",
+            hint="upgrade the daemons of both nodes",
+        )
 
     async def layer(self, index: int) -> Transfer:
         """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in

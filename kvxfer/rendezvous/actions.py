@@ -44,7 +44,10 @@ class Posted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """Answer a claim: it was matched, at once or after a wait. `claim` 0: others write all of it."""
+    """Answer a claim: it was matched, at once or after a wait. `claim` 0: others write all of it.
+
+    `boxes`: what it writes of an offer that said its own.
+    """
 
     link: Link
     rid: int
@@ -54,6 +57,7 @@ class Claimed:
     expires_in_s: float
     node_id: str
     incarnation: str
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

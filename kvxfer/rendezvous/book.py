@@ -465,6 +465,7 @@ class Book:
             expires_in_s=posting.expires_in_s(now),
             node_id=self._node_id,
             incarnation=self._incarnation,
+            boxes=part,
         )
         # The owner first: it must know of whoever may write, even if this daemon ends now.
         return [_notice(claim, "claimed", "", "", boxes=part), answer]

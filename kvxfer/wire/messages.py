@@ -270,6 +270,7 @@ class Claimed(Message):
     """The reply to Claim and Land: the posting's body, and the claim's number within the posting.
 
     Number 0, for an offer only: others write all that the claimant has for it, and there is no claim to settle.
+    ``boxes`` are what the claim writes of an offer that said its own.
     """
 
     rid: Rid = 0
@@ -279,6 +280,7 @@ class Claimed(Message):
     expires_in_s: Duration
     node_id: Identity
     incarnation: Identity
+    boxes: Boxes = b""
 
 
 @numbered(26)

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvxfer.client import Client
+from kvxfer.client import Client, local
 from kvxfer.dataplane.plane import Part
 from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     ClosedError,
+    GeometryMismatch,
+    Incomplete,
     KvxferError,
+    OverlapError,
     PeerLost,
     ProtocolError,
     TransferCancelled,
     TransferTimeout,
+    UnknownTransfer,
     UsageError,
+    WrongKey,
 )
 from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import Posting
 from kvxfer.flows.offer import Landing
+from kvxfer.flows.push import Push
+from kvxfer.geometry import BlockTable
+from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
+from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
 from kvxfer.wire import tags
 from kvxfer.wire.messages import Claim, PostingEvent
 from tests.conftest import slack
@@ -287,3 +296,228 @@ async def test_a_pusher_of_whom_no_daemon_can_tell_is_lost_at_once() -> None:
         vanished(landing)
         with pytest.raises(PeerLost):
             await landing.wait()
+
+
+# -- several pushes into one offer ------------------------------------------------------------------------------------
+
+HEADS = 4
+PARTS = scattered(3, 8, 40, 16)
+
+
+async def rank(client: Client, heads: range, fill: int, **changes: Any) -> KVCache:
+    """The cache of one rank, every byte of it ``fill``."""
+    held = {"kv_heads": len(heads), "head_start": heads.start, "kv_heads_total": HEADS}
+    made = await make_cache(client, small_geometry(**held, **changes), 8)
+    made.regions[0].array[:] = fill
+    return made
+
+
+async def pushed(client: Client, to: Client, cache: KVCache, request: str = "r", **options: Any) -> Push:
+    async with client.push(request, to=to.addresses, cache=cache, table=PARTS, timeout=10, **options) as push:
+        await push.layers()
+    return push
+
+
+async def test_the_deadline_names_what_is_missing() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        sink, source = await rank(b, range(4), 0), await rank(a, range(1), 7)
+        async with b.offer("r", sink, PARTS, timeout=0.7) as landing:
+            push = await pushed(a, b, source)
+            assert push.bytes_done == 3 * 2 * 40 * 8 * 4
+            assert not landing.committed
+            with pytest.raises(Incomplete, match="missing heads 1-3; 1 of 1 pushes committed") as found:
+                await landing.wait()
+            assert isinstance(found.value, TransferTimeout)
+            assert found.value.fields["missing"] == "heads 1-3"
+            assert found.value.fields["layers_arrived"] == 0
+            with pytest.raises(Incomplete):
+                await landing.layer(0)
+            assert not landing.committed
+        await until(lambda: b.reservations.live == ())
+
+
+async def test_a_landing_that_nobody_pushed_says_so() -> None:
+    async with two_nodes(["shm"]) as (_, b):
+        async with b.offer("r", await rank(b, range(4), 0), PARTS, timeout=0.2) as landing:
+            with pytest.raises(TransferTimeout) as found:
+                await landing.wait()
+        assert type(found.value) is TransferTimeout
+        assert found.value.fields["missing"] == "parts 0-1, heads 0-3, tokens 0-39 of layers 0-2"
+        assert found.value.fields["pushes"] == 0
+
+
+async def test_what_is_missing_after_the_last_expected_push_is_an_error_at_once() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        caches = [await rank(a, heads, 7) for heads in (range(2), range(2, 3))]
+        async with b.offer("r", await rank(b, range(4), 0), PARTS, timeout=60, sources=2) as landing:
+            for cache in caches:
+                await pushed(a, b, cache)
+            with pytest.raises(Incomplete, match="missing head 3"):
+                await asyncio.wait_for(landing.wait(), 5)
+        for sources in (0, True, "2"):
+            with pytest.raises(UsageError, match="sources"):
+                b.offer("r", caches[0], PARTS, sources=sources)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_pusher_that_has_left_does_not_end_what_others_write(transport: str) -> None:
+    async with two_nodes([transport]) as (a, b):
+        sink, last = await rank(b, range(4), 0), await rank(a, range(2, 4), 2)
+        async with b.offer("r", sink, PARTS, timeout=20) as landing:
+            async with a.push("r", to=b.addresses, cache=last, table=PARTS) as push:
+                async with local(transports=(transport,)) as other:
+                    await pushed(other, b, await rank(other, range(2), 1))
+                # Its client, its engine and its daemon are gone, and nothing else is attached but a push that waits.
+                for layer in range(3):
+                    await push.layer(layer)
+                    if layer < 2:
+                        await landing.layer(layer)
+            assert [layer async for layer in landing] == [0, 1, 2]
+        for layer in range(3):
+            found = tokens_of(sink, PARTS, layer).view(np.uint8)
+            assert (found[:, :, :2] == 1).all()
+            assert (found[:, :, 2:] == 2).all()
+
+
+async def test_a_push_that_fails_ends_the_landing_whatever_others_wrote() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        first, second = await rank(a, range(2), 1), await rank(a, range(2, 4), 2)
+        async with b.offer("r", await rank(b, range(4), 0), PARTS, timeout=20) as landing:
+            await pushed(a, b, first)
+            with pytest.raises(ZeroDivisionError):
+                async with a.push("r", to=b.addresses, cache=second, table=PARTS) as push:
+                    await push.layer(0)
+                    raise ZeroDivisionError
+            with pytest.raises(TransferCancelled):
+                await asyncio.wait_for(landing.wait(), 5)
+            with pytest.raises(KvxferError):
+                await pushed(a, b, second, wait_s=0.1)
+
+
+async def test_writers_that_overlap_are_refused_before_a_byte_moves() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        sink = await rank(b, range(4), 0)
+        first, odd, last = [await rank(a, heads, heads.start + 1) for heads in (range(2), range(1, 3), range(2, 4))]
+        async with b.offer("r", sink, PARTS, timeout=20) as landing:
+            await pushed(a, b, first)
+            with pytest.raises(OverlapError, match="head 1") as found:
+                await pushed(a, b, odd)
+            assert not found.value.retryable
+            assert not tokens_of(sink, PARTS, 0)[:, :, 2:].any()
+            await pushed(a, b, last)
+            await landing.wait()
+        assert (tokens_of(sink, PARTS, 2).view(np.uint8)[:, :, :2] == 1).all()
+
+
+async def test_a_push_of_something_else_is_refused_and_named() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        sink, other, right = await rank(b, range(2), 0), await rank(a, range(2, 4), 9), await rank(a, range(2), 1)
+        async with b.offer("r", sink, PARTS, timeout=20) as landing:
+            with pytest.raises(GeometryMismatch, match="nothing in common") as found:
+                await pushed(a, b, other)
+            assert "heads 2-3" in str(found.value)
+            assert "heads 0-1" in str(found.value)
+            await pushed(a, b, right)
+            await landing.wait()
+
+
+async def test_a_copy_that_comes_late_has_nothing_to_do() -> None:
+    async with two_nodes(["shm"]) as (a, b), local(transports=("shm",)) as other:
+        caches = [await rank(client, range(4), 1) for client in (a, other)]
+        async with b.offer("r", await rank(b, range(4), 0), PARTS) as landing:
+            await asyncio.gather(landing.wait(), pushed(a, b, caches[0]))
+        await until(lambda: b.reservations.live == ())
+        push = await pushed(other, b, caches[1])
+        assert push.covered
+        assert not push.bytes_done
+
+
+async def test_stages_push_the_layers_that_the_other_side_has() -> None:
+    stage = {"layers": 4, "layers_total": 8}
+    async with two_nodes(["shm"]) as (a, b):
+        sink = await rank(b, range(4), 0, layers=3, first_layer=2, layers_total=8)
+        first, last = await rank(a, range(4), 1, **stage), await rank(a, range(4), 2, first_layer=4, **stage)
+        async with b.offer("r", sink, PARTS) as landing:
+            async with a.push("r", to=b.addresses, cache=first, table=PARTS) as push:
+                for layer in range(4):
+                    await (await push.layer(layer))
+                    assert push.bytes_done == max(0, layer - 1) * 2 * 40 * 4 * 8 * 4
+                with pytest.raises(UsageError, match="already"):
+                    await push.layer(0)
+            await landing.layer(0)
+            await landing.layer(1)
+            await pushed(a, b, last)
+            assert [layer async for layer in landing] == [0, 1, 2]
+        for layer, fill in enumerate((1, 1, 2)):
+            assert (tokens_of(sink, PARTS, layer).view(np.uint8) == fill).all()
+
+
+async def test_stages_of_nothing_end() -> None:
+    nothing = BlockTable.of([], 0)
+    async with two_nodes(["shm"]) as (a, b):
+        sink = await rank(b, range(4), 0, layers=2)
+        caches = [await rank(a, range(4), 1, layers=1, first_layer=first, layers_total=2) for first in (0, 1)]
+        async with b.offer("r", sink, nothing) as landing:
+            for cache in caches:
+                async with a.push("r", to=b.addresses, cache=cache, table=nothing) as push:
+                    await push.layers()
+            assert [layer async for layer in landing] == [0, 1]
+
+
+async def test_an_offer_is_found_by_its_ticket() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        first, second, source = await rank(b, range(4), 0), await rank(b, range(4), 0), await rank(a, range(4), 5)
+        with pytest.raises(UsageError, match="inside"):
+            _ = b.offer("r", first, PARTS).ticket
+        async with (
+            b.offer("r", first, PARTS, private=True) as one,
+            b.offer("r", second, PARTS, private=True) as two,
+        ):
+            with pytest.raises(UnknownTransfer):
+                await pushed(a, b, source, wait_s=0)
+            for landing, form in ((one, one.ticket.to_json()), (two, two.ticket.to_dict())):
+                forged = {**landing.ticket.to_dict(), "secret": "00" * 16}
+                with pytest.raises(WrongKey):
+                    await a.push(forged, cache=source, table=PARTS).__aenter__()
+                async with a.push(form, cache=source, table=PARTS) as push:
+                    await push.layers()
+                assert push.request_id == "r"
+                await landing.wait()
+            with pytest.raises(UsageError):
+                a.push(one.ticket, cache=source, table=PARTS, land=True)
+            with pytest.raises(UsageError, match="ticket"):
+                a.push("r", cache=source, table=PARTS)
+        assert (tokens_of(second, PARTS, 0).view(np.uint8) == 5).all()
+
+
+async def test_a_simple_offer_has_a_ticket_too() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source = await rank(a, range(4), 5)
+        async with b.offer("r", await rank(b, range(4), 0), PARTS) as landing:
+            async with a.push(landing, cache=source, table=PARTS) as push:
+                await push.layers()
+            await landing.wait()
+        async with a.publish("r", source, PARTS) as publication:
+            with pytest.raises(UnknownTransfer, match="no offer"):
+                await a.push(publication, cache=source, table=PARTS, wait_s=0).__aenter__()
+            await a.release(publication)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_daemon_that_does_not_know_of_parts_is_given_the_whole_only(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count a part as all, and the landing would be told that it is committed."""
+    monkeypatch.setattr("kvxfer.flows.push.boxes.pack", lambda _: b"")
+    monkeypatch.setattr("kvxfer.flows.control.unpack", lambda _: ())
+    async with two_nodes(["shm"]) as (a, b):
+        source = await rank(a, range(4) if whole else range(1), 5)
+        async with b.offer("r", await rank(b, range(4), 0), PARTS, timeout=5) as landing:
+            if whole:
+                await pushed(a, b, source)
+                await landing.wait()
+                return
+            with pytest.raises(GeometryMismatch, match="do not agree"):
+                await pushed(a, b, source)
+            with pytest.raises(GeometryMismatch):
+                await landing.wait()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
+from kvxfer.coverage import Box
 from kvxfer.errors import TooManyPending, UsageError
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Posted, Refused
+from kvxfer.rendezvous.postings import AGAIN_WAIT_S, WRITERS_MAX
 from tests.rendezvous.bench import FAR, HERE, NOW_INCARNATION, Bench, refusal, told
 
 # -- match -----------------------------------------------------------------------------------------------
@@ -351,3 +354,178 @@ def test_who_may_post() -> None:
     bench.posted(kind="region", key="R")
     bench.posted(kind="ticket", key="R")
     bench.posted(kind="ticket", key="R")
+
+
+# -- offers that several write -----------------------------------------------------------------------------
+
+
+WANT = Box(layers=range(8), parts=range(2), heads=range(8), tokens=range(64))
+
+
+def part(**axes: range) -> dict[str, Any]:
+    return {"boxes": (replace(WANT, **axes),)}
+
+
+def granted(actions: list[Action]) -> Claimed:
+    (found,) = [action for action in actions if isinstance(action, Claimed)]
+    return found
+
+
+def test_claims_of_different_parts_are_granted_and_the_owner_hears_of_each() -> None:
+    bench = Bench()
+    bench.posted(boxes=(WANT,), body=b"body")
+    for number, heads in enumerate((range(2), range(2, 5), range(5, 9)), 1):
+        notice, answer = bench.claim(**part(heads=heads, layers=range(9), tokens=range(100)))
+        assert isinstance(notice, Notify)
+        assert isinstance(answer, Claimed)
+        (clipped,) = notice.boxes
+        assert notice.boxes == answer.boxes
+        assert (answer.claim, answer.body) == (number, b"body")
+        assert clipped == replace(WANT, heads=range(heads.start, min(heads.stop, 8)))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_others_write_is_nothing_to_do(ended: bool) -> None:
+    bench = Bench()
+    bench.posted(boxes=(WANT,))
+    for heads in (range(3), range(3, 6)):
+        answer = bench.claimed(**part(heads=heads))
+        if ended:
+            bench.settle(answer)
+    (nothing,) = bench.claim("other", **part(heads=range(1, 5)))
+    assert isinstance(nothing, Claimed)
+    assert (nothing.claim, nothing.link, nothing.body) == (0, "other", b"")
+    assert bench.registry.counts().claims == (0 if ended else 2)
+    bench.remove("other")
+
+
+def test_a_part_that_others_write_in_part_is_refused_and_changes_nothing() -> None:
+    bench = Bench()
+    bench.posted(boxes=(WANT,))
+    bench.claimed(**part(heads=range(3)))
+    error = refusal(bench.claim("other", **part(heads=range(2, 4))))
+    assert (error.code, error.retryable) == ("overlap", False)
+    assert error.fields["overlap"] == "parts 0-1, head 2, tokens 0-63 of layers 0-7"
+    assert bench.claimed("other", **part(heads=range(3, 8))).claim == 2
+
+
+def test_nothing_in_common_is_refused_with_both_boxes() -> None:
+    bench = Bench()
+    bench.posted(boxes=(WANT,))
+    error = refusal(bench.claim(**part(tokens=range(64, 80))))
+    assert error.code == "geometry"
+    assert "64-79" in str(error.fields["source"])
+    assert "0-63" in str(error.fields["target"])
+    assert not bench.registry.counts().claims
+
+
+def test_a_claim_without_boxes_means_all() -> None:
+    bench = Bench()
+    bench.posted(boxes=(WANT,))
+    assert granted(bench.claim()).boxes == (WANT,)
+    assert granted(bench.claim("other")).claim == 0
+    bench.posted(key="plain")
+    bench.claimed(key="plain", **part(heads=range(1)))
+    assert refusal(bench.claim("other", key="plain", **part(heads=range(1, 2)))).code == "unknown_transfer"
+
+
+def test_nothing_more_is_written_once_a_push_has_failed() -> None:
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    answer = bench.claimed(**part(heads=range(3)))
+    bench.settle(answer, "failed", code="timeout")
+    by_id: dict[str, Any] = {"posting": posted.posting, "secret": posted.secret}
+    for boxes in (part(heads=range(3)), part(heads=range(3, 8))):
+        assert "failed" in refusal(bench.claim("other", wait_s=5, **by_id, **boxes)).message
+        assert refusal(bench.claim("other", **boxes)).code == "unknown_transfer"
+
+
+def test_an_offer_of_nothing_is_written_once() -> None:
+    bench = Bench()
+    empty = replace(WANT, tokens=range(16, 16))
+    bench.posted(boxes=(empty,))
+    assert granted(bench.claim(**part(layers=range(4), tokens=range(0)))).claim == 1
+    assert granted(bench.claim(**part(layers=range(4, 8), tokens=range(0)))).claim == 0
+
+
+def test_boxes_that_make_no_sense_are_refused() -> None:
+    bench = Bench()
+    assert refusal(bench.post(boxes=(WANT, replace(WANT, heads=range(1))))).code == "usage"
+    assert refusal(bench.post(kind="ticket", boxes=(WANT,))).code == "usage"
+    assert refusal(bench.post(kind="region", private=True)).code == "usage"
+    bench.posted(boxes=(WANT,))
+    assert refusal(bench.claim(boxes=(WANT, WANT))).code == "usage"
+
+
+def test_tiny_claims_have_a_maximum() -> None:
+    bench = Bench()
+    bench.posted(boxes=(replace(WANT, tokens=range(100_000)),))
+    for token in range(WRITERS_MAX):
+        bench.registry.claim(0.0, "peer", bench.rid(), kind="offer", key="R", **part(tokens=range(token, token + 1)))
+    error = refusal(bench.claim(**part(tokens=range(99_999, 100_000))))
+    assert (error.code, error.retryable) == ("too_many_pending", False)
+    assert granted(bench.claim(**part(tokens=range(5, 6)))).claim == 0
+
+
+def test_those_who_wait_are_served_by_their_parts() -> None:
+    bench = Bench()
+    for link, heads in (("peer", range(4)), ("other", range(4)), ("peer", range(2, 8)), ("other", range(4, 8))):
+        assert bench.claim(link, wait_s=5, **part(heads=heads)) == []
+    actions = bench.post(boxes=(WANT,))
+    assert [(action.link, action.claim) for action in actions if isinstance(action, Claimed)] == [
+        ("peer", 1),
+        ("other", 0),
+        ("other", 2),
+    ]
+    assert [action.error.code for action in actions if isinstance(action, Refused)] == ["overlap"]
+
+
+def test_a_private_offer_is_found_by_its_ticket_only() -> None:
+    bench = Bench()
+    first, second = bench.posted(boxes=(WANT,), private=True), bench.posted(boxes=(WANT,), private=True)
+    assert refusal(bench.claim()).code == "unknown_transfer"
+    assert refusal(bench.claim(posting=first.posting, secret=second.secret)).code == "wrong_key"
+    bench.claimed(posting=first.posting, secret=first.secret)
+    bench.posted(boxes=(WANT,))
+    bench.registry.withdraw(0.0, "own", 9, posting=second.posting, reason="committed")
+    assert granted(bench.claim()).claim == 1
+    bench.remove("own")
+
+
+@pytest.mark.parametrize("by_ticket", [False, True])
+def test_a_copy_that_comes_after_the_commit_has_nothing_to_do(by_ticket: bool) -> None:
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    bench.settle(bench.claimed(engine_id="a" * 32, **part()))
+    bench.registry.withdraw(0.0, "own", 9, posting=posted.posting, reason="committed")
+    how: dict[str, Any] = {"engine_id": "b" * 32, **part(heads=range(2))}
+    if by_ticket:
+        assert granted(bench.claim(posting=posted.posting, secret=posted.secret, **how)).claim == 0
+        return
+    assert granted(bench.claim(**how)).claim == 0
+    # With time, the next offer with this key is waited for, but not for long.
+    assert bench.claim("other", wait_s=9, **how) == []
+    bench.now = AGAIN_WAIT_S
+    assert granted(bench.checked(bench.registry.expire(bench.now))).claim == 0
+    assert bench.claim("other", wait_s=9, **how) == []
+    assert granted(bench.post(boxes=(WANT,))).claim == 1
+
+
+def test_who_wrote_it_begins_anew() -> None:
+    """The second push of the same worker belongs to the next offer with this key."""
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    bench.settle(bench.claimed(engine_id="a" * 32, **part()))
+    bench.registry.withdraw(0.0, "own", 9, posting=posted.posting, reason="committed")
+    assert refusal(bench.claim(engine_id="a" * 32, **part())).code == "unknown_transfer"
+    assert bench.claim(engine_id="a" * 32, wait_s=9, **part()) == []
+    bench.now = 5.0
+    assert granted(bench.post(boxes=(WANT,))).claim == 1
+
+
+def test_an_offer_that_was_not_committed_has_no_copies() -> None:
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    bench.settle(bench.claimed(engine_id="a" * 32, **part(heads=range(2))))
+    bench.registry.withdraw(0.0, "own", 9, posting=posted.posting, reason="abandoned")
+    assert refusal(bench.claim(engine_id="b" * 32, **part(heads=range(2)))).code == "unknown_transfer"
