@@ -107,6 +107,7 @@ class Plan:
         moved = int(pieces.tokens.sum())
         self.layer_bytes = moved * len(box.parts) * len(box.heads) * source.geometry.head_bytes
         self.layers = len(box.layers)
+        self.layer_elements = box.elements // max(1, self.layers)
         self.bytes = self.layer_bytes * self.layers
 
     def layer(self, number: int) -> tuple[Batch, ...]:

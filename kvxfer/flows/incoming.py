@@ -39,7 +39,7 @@ class Incoming:
         self._sources = sources
         self._here = Coverage(want)
         self._committed = Coverage(want)
-        self._early: dict[int, list[tuple[int, int]]] = {}  # by claim: kind of notice, and its layer or count
+        self._early: dict[int, list[tuple[int, int, int]]] = {}  # by claim: kind, layer, value
         self._early_count = 0
         self._visible: set[int] = set()
         self._new: list[int] = []
@@ -83,33 +83,37 @@ class Incoming:
         self.writers[number] = Writer(part, frozenset(layer for box in part for layer in box.layers))
         early = self._early.pop(number, [])
         self._early_count -= len(early)
-        for kind, value in early:
-            found = self.notice(number, kind, value)
+        for notice in early:
+            found = self.notice(number, *notice)
             if isinstance(found, KvxferError):
                 return found
         return None
 
-    def notice(self, number: int, kind: int, value: int) -> KvxferError | str:
-        """A claim says on the data path that a layer (``value``) arrived, that it is committed with so many layers, or
-        that it ends. Returns the error that ends the offer, why the notice does not count, or "".
+    def notice(self, number: int, kind: int, layer: int, value: int) -> KvxferError | str:
+        """A claim says on the data path that ``value`` elements of a layer arrived, that it is committed with so many
+        layers, or that it ends. Returns the error that ends the offer, why the notice does not count, or "".
         """
         writer = self.writers.get(number)
         if writer is None:
-            return self._keep(number, kind, value)
+            return self._keep(number, kind, layer, value)
         if writer.committed:
             return "repeated"
         if kind == tags.ABORT:
             return TransferCancelled("the peer ended the push", by="peer")
         try:
-            return self._layer(writer, value) if kind == tags.LAYER else self._commit(writer, value)
+            return self._layer(writer, layer, value) if kind == tags.LAYER else self._commit(writer, value)
         except TooLarge as error:
             return error
 
-    def _layer(self, writer: Writer, layer: int) -> str:
+    def _layer(self, writer: Writer, layer: int, elements: int) -> KvxferError | str:
         if layer not in writer.layers:
             return "no_such_layer"
         if layer in writer.arrived:
             return "repeated"
+        expected = sum(box.elements // len(box.layers) for box in writer.boxes if layer in box.layers)
+        if elements and elements != expected:  # 0: one that does not count them
+            what = "a push wrote another part than the one that was announced"
+            return ProtocolError(what, layer=layer, said=elements, expected=expected)
         writer.arrived.add(layer)
         self.notices += 1
         for box in writer.boxes:
@@ -133,7 +137,7 @@ class Incoming:
 
     def take_early(self) -> list[int]:
         """The kinds of the notices that no announced claim ever made; they are forgotten."""
-        kinds = [kind for kept in self._early.values() for kind, _ in kept]
+        kinds = [kind for kept in self._early.values() for kind, _, _ in kept]
         self._early.clear()
         self._early_count = 0
         return kinds
@@ -143,9 +147,9 @@ class Incoming:
         self._visible.update(new)
         self._new += new
 
-    def _keep(self, number: int, kind: int, value: int) -> str:
+    def _keep(self, number: int, kind: int, layer: int, value: int) -> str:
         if self._early_count >= EARLY_NOTICES_MAX:
             return "too_early"
-        self._early.setdefault(number, []).append((kind, value))
+        self._early.setdefault(number, []).append((kind, layer, value))
         self._early_count += 1
         return ""

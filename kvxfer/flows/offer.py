@@ -222,7 +222,7 @@ class Landing:
         if not tag.claim:
             self._unexpected(tag.kind, "other_claim")
             return
-        found = self._incoming.notice(tag.claim, tag.kind, event.value if tag.kind == tags.COMMIT else tag.layer)
+        found = self._incoming.notice(tag.claim, tag.kind, tag.layer, event.value)
         if found and not isinstance(found, KvxferError):
             self._unexpected(tag.kind, found)
         self._learned(found if isinstance(found, KvxferError) else None)

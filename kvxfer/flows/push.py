@@ -264,7 +264,9 @@ class Push:
 
     def _submit(self, index: int, parts: Sequence[LayerPart], peer: Posting, deadline: Deadline) -> Transfer:
         assert self._claim is not None
+        assert self._plan is not None
         tag = tags.pack(tags.LAYER, self._claim.claim, self._number(index))
+        notice = (tag, self._plan.layer_elements)
         work = [
             Part(
                 kind=OpKind.PUT,
@@ -272,17 +274,17 @@ class Push:
                 descriptor=peer.descriptors[part.descriptor],
                 segments=part.segments,
                 # Told behind the bytes when they are all in one submit, else by a submit of its own afterwards.
-                notify=(tag, 0) if len(parts) == 1 else None,
+                notify=notice if len(parts) == 1 else None,
                 check=peer.check and layer_bytes([part]) > 0,
             )
             for part in parts
-        ] or [self._bare_notification(tag, 0)]
+        ] or [self._bare_notification(*notice)]
         left = deadline.require(f"layer {index} was written", TRANSFERRING)
         transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
         self._running[transfer] = None
         transfer.on_settled(partial(self._layer_settled, index))
         if len(parts) > 1:
-            transfer.on_settled(lambda done: self._tell_later(done, tag))
+            transfer.on_settled(lambda done: self._tell_later(done, *notice))
         return transfer
 
     def _layer_settled(self, index: int, done: Transfer) -> None:
@@ -296,11 +298,11 @@ class Push:
         assert self._peer is not None
         return Part(kind=OpKind.PUT, region=0, descriptor=self._peer.descriptors[0], notify=(tag, value))
 
-    def _tell_later(self, done: Transfer, tag: int) -> None:
+    def _tell_later(self, done: Transfer, tag: int, value: int) -> None:
         if done.error is not None or self._error is not None or self._deadline is None:
             return
         try:
-            self._notify(tag, 0, self._deadline.require("the other side was told", NOTIFYING))
+            self._notify(tag, value, self._deadline.require("the other side was told", NOTIFYING))
         except KvxferError as error:
             self._fail(error)
 

@@ -155,7 +155,7 @@ MISSING = {
     "head 3": [(rank(0, 2), table(1)), (rank(2, 1), table(2))],
     "tokens 16-17": [(part(), table(1, 0, 16)), (part(), table(2, 18, 22))],
     "layer 2": [(stage(0, 2), table(1)), (stage(3, 1), table(2))],
-    "tokens 32-39, head 0 of layers 0-1": [
+    "head 0, tokens 32-39 of layers 0-1": [
         (rank(1, 3), table(1)), (part(), table(2, 0, 32)), (stage(2, 2), table(3)),
     ],
     "heads 2-3": [(rank(0, 2), table(1))],

@@ -20,9 +20,11 @@ from kvxfer.dataplane.admission import Admission
 from kvxfer.dataplane.line import Line
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.deadline import Deadline
+from kvxfer.flows.incoming import Incoming
 from kvxfer.flows.offer import Landing
 from kvxfer.flows.untold import Untold
 from kvxfer.rendezvous import book as book_module
+from kvxfer.rendezvous import postings as postings_module
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.mailbox import Mailboxes
 from kvxfer.rendezvous.postings import Claim, Posting
@@ -139,6 +141,38 @@ def _claim_granted_twice() -> list[Change]:
         return not posting.places or posting.spent + len(posting.claims) < places
 
     return [(Posting, "free", property(free))]
+
+
+def _one_commit_for_all() -> list[Change]:
+    """The first push that is committed commits all."""
+
+    def complete(incoming: Any) -> bool:
+        return bool(incoming.committed)
+
+    return [(Incoming, "complete", property(complete))]
+
+
+def _written_is_committed() -> list[Change]:
+    """A landing does not wait for the commit of a push that has written its part."""
+
+    def complete(incoming: Any) -> bool:
+        return bool(incoming._here.complete and incoming.committed)
+
+    return [(Incoming, "complete", property(complete))]
+
+
+def _overlap_granted() -> list[Change]:
+    """What others write already is granted once more."""
+    part_of = postings_module.part_of
+
+    def again(posting: Any, boxes: Any) -> Any:
+        taken, posting.taken = posting.taken, []
+        try:
+            return part_of(posting, boxes)
+        finally:
+            posting.taken = taken
+
+    return [(book_module, "part_of", again)]
 
 
 def _deadline_ignored() -> list[Change]:
@@ -306,6 +340,9 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "lease_never_expires": _lease_never_expires,
     "lost_worker_not_told": _lost_worker_not_told,
     "claim_granted_twice": _claim_granted_twice,
+    "one_commit_for_all": _one_commit_for_all,
+    "written_is_committed": _written_is_committed,
+    "overlap_granted": _overlap_granted,
     "deadline_ignored": _deadline_ignored,
     "mail_dropped": _mail_dropped,
     "stale_incarnation": _stale_incarnation,

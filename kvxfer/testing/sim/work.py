@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -19,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.client import Client
+from kvxfer.coverage import Box
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import InternalError, KvxferError, UsageError
+from kvxfer.flows.offer import Landing
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import contiguous_layout
@@ -28,6 +31,7 @@ from kvxfer.testing.sim.data import FLOW
 from kvxfer.testing.sim.invariants import Cache
 from kvxfer.testing.sim.loop import run_in
 from kvxfer.testing.sim.world import Worker, World
+from kvxfer.wire.session import VERSIONS
 
 BLOCKS = 24
 GEOMETRY = Geometry(
@@ -42,6 +46,7 @@ GEOMETRY = Geometry(
     layout="PBNHD",
     fingerprint="sim",
 )
+WHOLE = Box(layers=range(2), parts=range(2), heads=range(1), tokens=range(0))
 WIDTH = 8  # bytes of one token in one part of one layer
 TIMEOUT_S = 4.0
 SLACK_S = 8.0  # beside a flow's own deadline: a daemon to wait for, a cancelled part to settle, both with their limits
@@ -109,6 +114,13 @@ def fill(array: Bytes, layout: CacheLayout, table: BlockTable, layer: int, data:
     blocks = whole[:, table.blocks].reshape(GEOMETRY.kv_parts, -1, WIDTH)
     blocks[:, : table.tokens] = data
     whole[:, table.blocks] = blocks.reshape(GEOMETRY.kv_parts, -1, GEOMETRY.block_tokens, WIDTH)
+
+
+def stage(cache: KVCache, layers: range) -> KVCache:
+    """Some layers of a cache, as the cache of a pipeline stage."""
+    geometry = replace(GEOMETRY, layers=len(layers), first_layer=layers.start)
+    placements = cache.layout.placements[layers.start : layers.stop]
+    return KVCache(CacheLayout(geometry=geometry, blocks=BLOCKS, placements=placements), cache.regions)
 
 
 async def equip(worker: Worker, client: Client) -> None:
@@ -228,6 +240,10 @@ class Work:
     # -- push ------------------------------------------------------------------------------------------
 
     def _begin_push(self, flow: Flow, near: Worker, far: Worker, tokens: int, ready: list[Worker]) -> None:
+        known = all(speech.versions[1] >= VERSIONS[1] for speech in self.world.versions.kinds)
+        if self.rng.random() < 0.35 and (known or self.trouble):  # an older one is given whole pushes only
+            self._begin_parts(flow, far, tokens, ready)
+            return
         writers = [near]
         if self.trouble and self.rng.random() < 0.15:
             writers.append(self.rng.choice(ready))
@@ -238,6 +254,55 @@ class Work:
         self._part(flow, "decode", far, decode, TIMEOUT_S)
         for index, writer in enumerate(writers):
             self._part(flow, f"prefill{index}", writer, self._prefill(far, tokens, index, land=False), TIMEOUT_S)
+
+    def _begin_parts(self, flow: Flow, far: Worker, tokens: int, ready: list[Worker]) -> None:
+        """Pipeline stages and context-parallel pieces of one request, at the same time. With trouble one may be
+        missing, twice there, or larger than it should be.
+        """
+        cuts = sorted({0, tokens, *(self.rng.randrange(tokens + 1) for _ in range(2))})
+        pieces = [range(*pair) for pair in pairwise(cuts)]
+        layers = [range(1), range(1, 2)] if self.rng.random() < 0.5 else [range(2)]
+        boxes = [replace(WHOLE, layers=some, tokens=piece) for some in layers for piece in pieces]
+        if self.trouble and self.rng.random() < 0.3:
+            box = self.rng.choice(boxes)
+            wider = replace(box, tokens=range(max(0, box.tokens.start - 2), box.tokens.stop))
+            boxes += self.rng.choice(([box], [wider], []))
+            self.rng.shuffle(boxes)
+            del boxes[len(boxes) - self.rng.randrange(2) :]
+
+        async def decode(worker: Worker, flow: Flow) -> None:
+            await self._decode(worker, flow, tokens, 1)
+
+        self._part(flow, "decode", far, decode, TIMEOUT_S)
+        for index, box in enumerate(boxes):
+            writer = self.rng.choice(ready)
+            self._part(flow, f"prefill{index}", writer, self._prefill_part(far, tokens, box), TIMEOUT_S)
+
+    def _prefill_part(self, far: Worker, tokens: int, box: Box) -> Callable[..., Awaitable[None]]:
+        address = (far.host.place,)
+
+        async def prefill(worker: Worker, flow: Flow) -> None:
+            table = await self._take(worker, len(box.tokens))
+            try:
+                assert worker.client is not None
+                cache: KVCache = worker.extra["cache"]
+                data = content(flow.number, 0, tokens)[:, :, box.tokens.start : box.tokens.stop]
+                for layer in box.layers:
+                    fill(cache.regions[0].array, cache.layout, table, layer, data[layer])
+                held = replace(table, first_token=box.tokens.start, first_slot=0)
+                pushing = worker.client.push(
+                    flow.name, to=address, cache=stage(cache, box.layers), table=held, timeout=TIMEOUT_S
+                )
+                async with pushing as tx:
+                    for index in range(len(box.layers)):
+                        self._maybe_fail()
+                        await tx.layer(index)
+                        if self.rng.random() < 0.15:
+                            await asyncio.sleep(self.rng.random())  # the next layer is computed
+            finally:
+                self._give(worker, table)
+
+        return prefill
 
     async def _decode(self, worker: Worker, flow: Flow, tokens: int, writers: int) -> None:
         table = await self._take(worker, tokens)
@@ -253,9 +318,22 @@ class Work:
                     self._expect(array, cache.layout, table, [layer], flow, writers, "a layer that arrived")
                 assert landing.committed, "the landing ended without commit and without error"
                 assert sorted(seen) == list(range(GEOMETRY.layers)), f"layers {seen} of a committed landing"
+                self._covered(landing)
             self._expect(array, cache.layout, table, seen, flow, writers, "a committed landing")
         finally:
             self._give(worker, table)
+
+    @staticmethod
+    def _covered(landing: Landing) -> None:
+        """The claims that are committed write every element of a committed landing, each of them once."""
+        incoming: Any = landing._incoming
+        want = incoming.want
+        marks = np.zeros((GEOMETRY.layers, len(want.tokens)), np.int64)
+        for writer in incoming.writers.values():
+            for box in writer.boxes if writer.committed else ():
+                marks[box.layers.start : box.layers.stop, box.tokens.start : box.tokens.stop] += 1
+        assert marks.min() >= 1, "a landing was committed before every part of it was"
+        assert marks.max() <= 1, "two pushes were let into the same part of a landing"
 
     def _expect(
         self,
