@@ -17,10 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvxfer.client import Client, local
+    from kvxfer.client import Client
     from kvxfer.config import Config
     from kvxfer.dataplane.transfer import Transfer
     from kvxfer.descriptors import RemoteDescriptor, Ticket
+    from kvxfer.embedded import local
     from kvxfer.errors import BusyError, KvxferError, PeerError, TransferError, TransportError, UsageError
     from kvxfer.flows.many import Group, Move
     from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
@@ -52,7 +53,7 @@ _HOME = {
     "TransportError": "kvxfer.errors",
     "UsageError": "kvxfer.errors",
     "contiguous_layout": "kvxfer.planner",
-    "local": "kvxfer.client",
+    "local": "kvxfer.embedded",
 }
 
 __all__ = [

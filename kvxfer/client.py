@@ -7,8 +7,7 @@ configuration's `timeout_s`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -420,13 +419,3 @@ def _request_id(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= 256:
         raise UsageError("request_id must be 1 to 256 characters", field="request_id", value=repr(value)[:40])
     return value
-
-
-@asynccontextmanager
-async def local(**options: Any) -> AsyncIterator[Client]:
-    """A client with its daemon in this process: no set-up, loopback only. ``options`` are configuration values."""
-    from kvxfer.server import Server, embedded_config
-
-    config = embedded_config(**options)
-    async with Server(config, embedded=True) as server, Client(server.socket_path, config=config) as client:
-        yield client

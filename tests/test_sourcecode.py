@@ -99,6 +99,7 @@ LAYERS = (
         ),
     ),
     Layer(name="client", modules=("client", "flows.*")),
+    Layer(name="embedded", modules=("embedded",)),
     Layer(
         name="doctor",
         modules=(
@@ -222,6 +223,28 @@ def test_few_modules_import_the_shim() -> None:
         package = path.endswith("/__init__.py")
         found += rules.shim_imports(path, TREES[path], module_of(path), SHIM_IMPORTERS, is_package=package)
     none_wrong(found)
+
+
+CARD = {
+    "kvxfer/client.py": "class Client(",
+    "kvxfer/server.py": "class Server:",
+    "pyproject.toml": "[project]",
+}
+
+
+def test_the_fixed_paths_hold_what_they_are_named_for() -> None:
+    """Users, and the project's own description, rely on these places: real classes, and no re-exports of others."""
+    for path, wanted in CARD.items():
+        assert wanted in text_of(path), path
+    assert any(path.startswith("kvxfer/native/") for path in C_FILES)
+    assert any(path.startswith("deploy/") for path in FILES)
+
+
+def test_the_client_library_does_not_import_the_daemon() -> None:
+    for path in PACKAGE:
+        if path == "kvxfer/client.py" or path.startswith("kvxfer/flows/"):
+            names = {name for _, name in rules.imports(TREES[path], module_of(path))}
+            assert not {name for name in names if name.startswith(("kvxfer.daemon", "kvxfer.server"))}, path
 
 
 def test_banned_calls() -> None:

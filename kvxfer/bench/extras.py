@@ -20,9 +20,9 @@ from kvxfer.bench.pair import TIMEOUT_S, Once, Pair, Side, settings_for
 from kvxfer.bench.rows import OURS, Row, single
 from kvxfer.bench.target import POOL_NAME, status_bytes
 from kvxfer.bench.work import KIB, MIB, Layout
-from kvxfer.client import local
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.embedded import local
 
 FIRST_BYTES = 4 * KIB
 TINY_BLOCK_BYTES = 64

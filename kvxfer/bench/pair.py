@@ -19,10 +19,11 @@ import numpy.typing as npt
 from kvxfer.bench.child import Child, child, cpu_s, module
 from kvxfer.bench.target import POOL_NAME, USER_NAME
 from kvxfer.bench.work import Layout, Segments, Sizes, checksum, fill
-from kvxfer.client import Client, local
+from kvxfer.client import Client
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
+from kvxfer.embedded import local
 from kvxfer.errors import IntegrityError, TransportError
 from kvxfer.memory.region import Region
 from kvxfer.native.engine import OpKind, TransportInfo

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import uvloop
 
 from kvxfer.bench.work import Layout, checksum, fill
-from kvxfer.client import local
+from kvxfer.embedded import local
 from kvxfer.errors import UsageError
 from kvxfer.native.engine import Event, EventKind
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvxfer.client import Client, local
+from kvxfer.client import Client
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Config, Loaded, load
 from kvxfer.config.options import nearest
@@ -31,6 +31,7 @@ from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.doctor.finding import State
 from kvxfer.doctor.judge_network import judge_toolkits
 from kvxfer.doctor.probe_peers import ask_status
+from kvxfer.embedded import local
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
 from kvxfer.flows.peer import as_node
 from kvxfer.native.facts import MemoryKind, TransportInfo

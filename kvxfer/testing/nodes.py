@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.client import Client, local
+from kvxfer.client import Client
+from kvxfer.embedded import local
 from kvxfer.geometry import BlockTable, Geometry
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import contiguous_layout

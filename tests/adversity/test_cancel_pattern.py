@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.client import Client, local
+from kvxfer.client import Client
+from kvxfer.embedded import local
 from kvxfer.errors import KvxferError
 from kvxfer.memory.region import Region
 from kvxfer.testing.nodes import two_nodes
