@@ -7,7 +7,7 @@ import asyncio
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import Event, EventKind
 from kvxfer.native.life import Life
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import Status, error_for, limit_reached
 
 
 class Connections(Life):
@@ -21,6 +21,8 @@ class Connections(Life):
         engine = self._require_loop()
         told = ffi.NULL if secret is None else ffi.new("uint8_t[32]", secret)
         status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), told, self._id_p, self._token_p)
+        if status == Status.LIMIT:
+            raise limit_reached("connect", "peers_max", self.config.peers_max, "try again when some are closed")
         if status != 0:
             raise error_for(status, what="connect", endpoint=endpoint)
         return self._id_p[0], self._future(self._token_p[0])

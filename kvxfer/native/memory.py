@@ -7,17 +7,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kvxfer.block_parts import BlockParts
+from kvxfer.errors import TooLarge
 from kvxfer.native import regions
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import DeviceInfo, Event, GrantInfo, MemoryKind, RegionInfo
 from kvxfer.native.life import Life
 from kvxfer.native.regions import check_length, not_addressable
-from kvxfer.native.status import error_for
+from kvxfer.native.status import Status, error_for, limit_reached
 
 
 class Memory(Life):
@@ -37,11 +40,11 @@ class Memory(Life):
 
         Touches every page of host memory, so it takes about 0.3 s per GiB. Memory of a ``device`` keeps what was in it
         before; with ``spill`` a full device is replaced by pinned host memory. Raises `ShmTooSmall`, `InvalidLength`,
-        `TooLarge`, `RegistrationError` and `TransportUnavailable`.
+        `TooLarge`, `TooManyPending` (`regions_max`), `RegistrationError` and `TransportUnavailable`.
         """
         check_length(length)
         node, where = -1 if numa_node is None else numa_node, -1 if device is None else device
-        with self._guest() as engine:
+        with self._guest() as engine, self._regions_limit("alloc"):
             return regions.alloc(ffi, lib, engine, length, kind, where, node, spill)
 
     def register(
@@ -61,10 +64,21 @@ class Memory(Life):
         """
         check_length(length)
         check_length(address)
-        with self._guest() as engine:
+        with self._guest() as engine, self._regions_limit("register"):
             return regions.register(
                 ffi, lib, engine, address, length, kind, -1 if device is None else device, read_only
             )
+
+    @contextmanager
+    def _regions_limit(self, what: str) -> Iterator[None]:
+        """Of the maxima that a call about memory may meet, the one that the configuration sets is named."""
+        try:
+            yield
+        except TooLarge as error:
+            if error.status != Status.LIMIT or error.message != error_for(Status.LIMIT, what=what).message:
+                raise  # it is about this memory, or about an accelerator, and says so
+            ends = "release regions that are no longer used"
+            raise limit_reached(what, "regions_max", self.config.regions_max, ends) from None
 
     def write(self, region: int, offset: int, data: Any) -> None:
         """Copy a contiguous buffer into a region of any kind. Blocks; callable from any thread."""
@@ -126,7 +140,8 @@ class Memory(Life):
         """Let peers reach a part of a region; ``access`` is 1 read, 2 write, 3 both. The key is new and random.
 
         With ``blocks`` (relative to ``offset``) only these pieces of it, as far as the transport of the peer lets us
-        see each access (tcp, loop): who maps memory, or has its card write, is given the whole range.
+        see each access (tcp, loop): who maps memory, or has its card write, is given the whole range. Raises
+        `TooManyPending` (`grants_max`).
         """
         check_length(length)
         check_length(offset)
@@ -138,6 +153,9 @@ class Memory(Life):
             parts = ffi.from_buffer("kvx_part[]", np.ascontiguousarray(blocks.parts))
             ids = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(blocks.blocks))
             status = lib.kvx_grant_create_blocks(*where, parts, len(parts), ids, len(ids), info)
+        if status == Status.LIMIT:
+            ends = "try again when offers, tickets or shares of this process have ended"
+            raise limit_reached("grant", "grants_max", self.config.grants_max, ends)
         if status != 0:
             raise error_for(status, what="grant", region=region, offset=offset, length=length)
         return GrantInfo(

@@ -195,6 +195,19 @@ def error_for(
     )
 
 
+def limit_reached(what: str, option: str, limit: int, ends: str) -> errors.TooManyPending:
+    """A number of things that this engine may hold is reached: which option says so, its value, and what to do. It
+    passes when some of them have ended; ``ends`` says what that is.
+    """
+    return errors.TooManyPending(
+        f"{what}: this engine holds as many as {option} allows, {limit}",
+        status=int(Status.LIMIT),
+        option=option,
+        limit=limit,
+        hint=f"{ends}, or raise {option}",
+    )
+
+
 def raise_for(
     status: int,
     *,

@@ -25,7 +25,7 @@ from kvxfer.errors import (
     OverlapError,
     ReadOnlyError,
     ShmTooSmall,
-    TooLarge,
+    TooManyPending,
     TransportUnavailable,
     UnknownRegion,
     UsageError,
@@ -221,8 +221,10 @@ async def test_addresses_without_memory_are_refused(side: Side) -> None:
 
 async def test_too_many_regions(side: Side) -> None:
     regions = [side.engine.alloc(100) for _ in range(8)]
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooManyPending) as full:
         side.engine.alloc(100)
+    assert (full.value.fields["option"], full.value.fields["limit"], full.value.retryable) == ("regions_max", 8, True)
+    assert "raise regions_max" in str(full.value)
     await within(side.engine.release(regions[0].id))
     side.engine.alloc(100)
 
@@ -233,8 +235,10 @@ async def test_grants(side: Side) -> None:
     assert len({grant.key for grant in grants}) == 4
     assert all(grant.generation == region.generation and grant.length == 100 for grant in grants)
     assert "key" not in repr(grants[0])
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooManyPending) as full:
         side.engine.grant(region.id, 0, 10, 1)
+    assert (full.value.fields["option"], full.value.fields["limit"], full.value.retryable) == ("grants_max", 4, True)
+    assert "raise grants_max" in str(full.value)
     await within(side.engine.revoke(grants[0].id))
     side.engine.grant(region.id, 0, 10, 1)
 

@@ -436,6 +436,21 @@ async def test_dial_cancelled_in_the_handshake_leaves_nothing() -> None:
 # -- Unix sockets -------------------------------------------------------------------------------------------------
 
 
+async def test_a_daemon_that_hangs_up_is_not_missing(tmp_path) -> None:
+    """It is full, or refuses for another reason: to start another one would not help."""
+    path = str(tmp_path / "s")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_unix_server(hang_up, path):
+        with pytest.raises(DaemonUnavailable) as caught:
+            await Link.dial_unix(path, LinkFacts(role="worker"), small())
+    assert "kvxfer serve" not in str(caught.value)
+    assert "its log says whom it refused" in str(caught.value)
+
+
 async def test_missing_daemon_says_what_to_do(tmp_path) -> None:
     with pytest.raises(DaemonUnavailable, match="kvxfer serve") as caught:
         await Link.dial_unix(str(tmp_path / "none.sock"), LinkFacts(role="worker"), small())
