@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvxfer.errors import UsageError
 
-LAYER = 1  # the bytes of this layer have arrived
+LAYER = 1  # what the claim writes of this layer has arrived
 COMMIT = 2  # all layers of the claim have arrived
 RELEASE = 3  # the claimant has read what it needs: the publisher may let go
 ABORT = 4  # the claim ends without success

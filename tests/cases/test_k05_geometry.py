@@ -18,7 +18,7 @@ import pytest
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.daemon.gauges import ignore_fingerprint
-from kvxfer.errors import GeometryMismatch, KvxferError
+from kvxfer.errors import GeometryMismatch, Incomplete, KvxferError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, fingerprint_of
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import Plan, contiguous_layout, plan
@@ -397,3 +397,38 @@ async def test_c99_chunks_of_one_block_may_come_from_two_sources_at_once() -> No
                     await sending.layers()
                 await landings[index].wait()
         assert target.regions[0].array[:32].tolist() == list(range(32))
+
+
+# -- C100: one rank of four has pushed --------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_c100_a_landing_is_committed_when_all_ranks_have_pushed_and_not_before(transport: str) -> None:
+    ours = [rank_geometry(4, number, 4, 16, "PBNHD") for number in range(4)]
+    async with two_nodes([transport]) as (a, b):
+        caches = [await make_cache(a, geometry, 4) for geometry in ours]
+        target = await make_cache(b, rank_geometry(1, 0, 4, 16, "PBNHD"), 4)
+        for number, cache in enumerate(caches):
+            cache.regions[0].array[:] = number + 1
+
+        async def send(number: int, request: str) -> bool:
+            async with a.push(request, to=b.addresses, cache=caches[number], table=TABLE, timeout=limit(20)) as push:
+                await push.layers()
+            return push.covered
+
+        for number, request in enumerate(("late", "expected")):
+            how = {"timeout": limit(1)} if number == 0 else {"timeout": limit(60), "sources": 1}
+            async with b.offer(request, target, TABLE, **how) as landing:
+                assert not await send(0, request)
+                with pytest.raises(Incomplete, match="heads 1-3") as found, within(10, "the error"):
+                    await landing.wait()
+                assert not landing.committed
+                assert found.value.fields["missing"] == "heads 1-3"
+        async with b.offer("whole", target, TABLE, timeout=limit(20)) as landing:
+            told = await asyncio.gather(*(send(number, "whole") for number in (3, 0, 2, 1, 0)))
+            await landing.wait()
+            assert sorted(told) == [False] * 4 + [True], "a copy of a rank moves nothing"
+        size = target.layout.geometry.head_size * 4
+        for layer in range(2):
+            found_heads = target.regions[0].array[target.layout.placements[layer].offset :][: 2 * 64 * 4 * size]
+            assert (found_heads.reshape(-1, 4, size) == np.arange(1, 5)[:, None]).all()
