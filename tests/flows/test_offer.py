@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.client import Client, local
+from kvxfer.client import Client
 from kvxfer.dataplane.plane import Part
 from kvxfer.deadline import Deadline
+from kvxfer.embedded import local
 from kvxfer.errors import (
     ClosedError,
     GeometryMismatch,
