@@ -48,7 +48,7 @@ from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
 from kvxfer.native.installed import installed
 from kvxfer.native.transports import accelerators_likely
-from kvxfer.net.credentials import Credentials
+from kvxfer.net.credentials import Credentials, Unconfigured
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.rendezvous.registry import Registry
@@ -75,8 +75,8 @@ def embedded_config(**options: Any) -> Config:
 class Server:
     """One node's daemon. ``embedded`` gives it a socket directory of its own, which ends with it.
 
-    ``clock`` (monotonic seconds) and ``rng`` (jitter) can be handed in. ``async with`` raises `ConfigError` when it
-    cannot start, and has then left nothing behind.
+    ``clock`` (monotonic seconds), ``rng`` (jitter) and ``credentials`` (by default those of the configuration) can be
+    handed in. ``async with`` raises `ConfigError` when it cannot start, and has then left nothing behind.
     """
 
     def __init__(
@@ -86,8 +86,10 @@ class Server:
         embedded: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.config = config
+        self._credentials_given = credentials
         self._embedded = embedded
         self._clock = clock
         self._rng = rng or random.Random()
@@ -158,7 +160,8 @@ class Server:
     async def _start(self) -> None:
         config = self.config
         config.check_security()
-        self.credentials = Credentials(config)
+        unconfigured: Unconfigured = "make or remember" if self._embedded else "make"
+        self.credentials = self._credentials_given or Credentials(config, unconfigured=unconfigured)
         self._directory = self._make_directory()
         unix = UnixListener(daemon_socket(self._directory), shared=bool(config.socket_uids))
         self._cleanup.callback(unix.close)

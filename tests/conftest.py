@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -47,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.asyncio_debug = True
     if config.getoption("timeout") is None and slack() > 1:
         config.option.timeout = float(config.getini("timeout")) * slack()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_directory() -> Iterator[Path]:
+    """Daemons of the tests, in this process and in others, have the secret of a directory that nobody else uses."""
+    with tempfile.TemporaryDirectory(prefix="kvxr-") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", place)
+        yield Path(place)
 
 
 def pytest_report_header() -> str:

@@ -410,9 +410,10 @@ async def test_slow_handshakes_are_bounded_and_do_not_keep_a_peer_out() -> None:
 async def test_links_are_bounded_at_the_maximum() -> None:
     async with node(links_max=2, handshakes_max=2) as server:
         facts = LinkFacts(role="tool")
-        links = [await Link.dial(server.addresses, facts, server.config) for _ in range(2)]
+        known = server.credentials
+        links = [await Link.dial(server.addresses, facts, server.config, credentials=known) for _ in range(2)]
         with pytest.raises(PeerUnreachable):
-            await Link.dial(server.addresses, facts, server.config)
+            await Link.dial(server.addresses, facts, server.config, credentials=known)
         assert server.peers.refused["links_max"] == 1
         for link in links:
             await link.aclose("done")
@@ -548,7 +549,8 @@ async def test_those_who_do_not_read_are_waited_for_all_at_once() -> None:
         asker = await stack.enter_async_context(worker(server))
         await asker.ask(m.Echo(node=there.addresses, data=b"x"))
         # Neither a worker, nor a peer that dialled us, nor one that we dialled takes what is sent to it.
-        frozen = await Link.dial(server.addresses, LinkFacts(role="tool"), server.config)
+        tool, known = LinkFacts(role="tool"), server.credentials
+        frozen = await Link.dial(server.addresses, tool, server.config, credentials=known)
         outgoing, incoming = server.pool.links[0], next(iter(server.workers.links))
         ends = {outgoing: next(iter(there.peers.links)), incoming: asker.link, next(iter(server.peers.links)): frozen}
         for link, far in ends.items():

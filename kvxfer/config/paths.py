@@ -73,6 +73,8 @@ def ensure_socket_dir(path: Path, *, shared: bool = False) -> Path:
     check_socket_dir(path, shared=shared)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _refused(path, "this user may not write there", "set another socket_dir")
+    if shared and not path.stat().st_mode & 0o011:  # it was made for something else before, such as this user's secret
+        path.chmod(0o711)
     return path
 
 

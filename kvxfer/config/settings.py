@@ -122,7 +122,7 @@ class Config:
     secret_file: str = _text(
         "",
         "File that holds the shared secret; only its owner may read it. Of several lines the first is used, all are "
-        "accepted.",
+        "accepted. Without any proof configured: a secret of this user, made at the first start.",
         empty=True,
         pattern=r"[^\0]+",
         expects="a path to a file that only its owner can read",
@@ -419,6 +419,11 @@ class Config:
         return (self.secret.encode(),) if self.secret else ()
 
     @property
+    def has_proof(self) -> bool:
+        """Whether this node was given something to prove itself with; else the secret of its user takes that place."""
+        return bool(self.secret or self.secret_file or self.node_keys_file or self.tls_cert)
+
+    @property
     def socket_users(self) -> frozenset[int]:
         """The users of `socket_uids`."""
         return frozenset(map(int, self.socket_uids))
@@ -426,9 +431,8 @@ class Config:
     def check_security(self) -> None:
         """Refuse, with the way out, to serve other hosts without authentication. Raises `ConfigError`."""
         hint = f"set secret_file to a file (mode 0600) with at least {SECRET_BYTES_MIN} bytes, the same on all nodes"
-        proves = bool(self.secret or self.secret_file or self.node_keys_file or self.tls_cert)
         for key, host in (("listen", self.listen_address.host), ("data_bind", self.data_bind_host)):
-            if not is_loopback(host) and not proves:
+            if not is_loopback(host) and not self.has_proof:
                 why = f"{key} is reachable from other hosts, and without a secret or certificate anybody could join"
                 raise ConfigError(
                     why,

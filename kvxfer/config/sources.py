@@ -18,6 +18,7 @@ from kvxfer.errors import ConfigError
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 1024
 SECRETS_MAX = 4  # in one file: the one in use, and those before and after it
+SECRET_FILE_BYTES_MAX = SECRETS_MAX * (SECRET_BYTES_MAX + 2) + 1
 _SECRET_BYTES = f"{SECRET_BYTES_MIN} to {SECRET_BYTES_MAX}"
 Layers = list[tuple[str, dict[str, Any]]]
 
@@ -116,17 +117,25 @@ def read_regular_file(key: str, path: str, bytes_max: int, *, private: bool) -> 
 
 def read_secret_file(path: str, key: str = "secret_file") -> tuple[bytes, ...]:
     """The secrets in the file that ``key`` names, one a line. Raises `ConfigError`, also when others may read it."""
-    content = read_regular_file(key, path, SECRETS_MAX * (SECRET_BYTES_MAX + 2) + 1, private=True)
+    content = read_regular_file(key, path, SECRET_FILE_BYTES_MAX, private=True)
+    try:
+        return parse_secrets(content)
+    except ValueError as wrong:
+        raise _wrong_file(key, path, str(wrong)) from None
+
+
+def parse_secrets(content: bytes) -> tuple[bytes, ...]:
+    """The secrets of such a file, each once. Raises `ValueError` that shows none of them."""
     lines = [line.rstrip(b"\r") for line in content.split(b"\n")]
     secrets = tuple(dict.fromkeys(line for line in lines if line))
     if not secrets:
-        raise _wrong_file(key, path, f"holds 0 bytes; accepted: {_SECRET_BYTES}")
+        raise ValueError(f"holds 0 bytes; accepted: {_SECRET_BYTES}")
     if len(secrets) > SECRETS_MAX:
-        raise _wrong_file(key, path, f"holds more than {SECRETS_MAX} lines, each of them a secret")
+        raise ValueError(f"holds more than {SECRETS_MAX} lines, each of them a secret")
     for number, secret in enumerate(secrets, 1):
         if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
             where = f"secret {number} holds" if len(secrets) > 1 else "holds"
-            raise _wrong_file(key, path, f"{where} {len(secret)} bytes; accepted: {_SECRET_BYTES} in a line")
+            raise ValueError(f"{where} {len(secret)} bytes; accepted: {_SECRET_BYTES} in a line")
     return secrets
 
 

@@ -122,13 +122,18 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """``local``: numeric address to whether this host has it. ``families``: 4 and 6 as far as there is a route."""
+    """``local``: numeric address to whether this host has it. ``families``: 4 and 6 as far as there is a route.
+    ``user_secret``: its file, where no other proof is configured; ``user_secret_made``: it is there already.
+    """
 
     binds: tuple[Bind, ...] = ()
     local: Mapping[str, bool] = field(default_factory=dict)
     families: frozenset[int] = frozenset((4, 6))
     socket_dir: str = ""
     socket_dir_error: str = ""
+    user_secret: str = ""
+    user_secret_made: bool = False
+    user_secret_error: str = ""
     daemon: str = ""
     tcp: Tcp = Tcp()
     rdma: tuple[RdmaPort, ...] = ()

@@ -30,6 +30,7 @@ def judge_network(network: Network, config: Config) -> Iterator[Finding]:
     else:
         running = f"; {network.daemon} is running" if network.daemon else "; no daemon is running"
         yield _NETWORK.ok("socket directory", network.socket_dir + running)
+    yield from _user_secret(network)
     yield from map(_bind, network.binds)
     yield from judge_addresses(network, config)
     yield _congestion(network, config)
@@ -89,11 +90,21 @@ def judge_addresses(network: Network, config: Config) -> Iterator[Finding]:
         yield _NETWORK.warning("data_bind", found, "peers need routes for both; use one family unless that is meant")
     try:
         config.check_security()
-        yield from _certificate(Credentials(config))
+        yield from _certificate(Credentials(config, unconfigured="none"))
     except ConfigError as refused:
         key = str(refused.fields.get("key"))
         check = "certificate" if "tls" in key else "node keys" if "keys" in key else "secret"
         yield _NETWORK.problem(check, refused.message, refused.hint or "set secret_file")
+
+
+def _user_secret(network: Network) -> Iterator[Finding]:
+    check = "secret of this user"
+    if network.user_secret_error:
+        advice = "what it says; `kvxfer serve` does not start without a secret"
+        yield _NETWORK.problem(check, network.user_secret_error, advice)
+    elif network.user_secret:
+        when = "" if network.user_secret_made else ", which the first daemon makes"
+        yield _NETWORK.ok(check, f"nothing is configured: daemons of this user meet by {network.user_secret}{when}")
 
 
 def _certificate(known: Credentials) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvxfer.addresses import Address, is_numeric, parse_address
 from kvxfer.config import Config
 from kvxfer.config.paths import check_socket_dir, daemon_socket, socket_dir
+from kvxfer.config.user_secret import where_user_secret
 from kvxfer.doctor.facts import Bind, Network, RdmaPort, Tcp
 from kvxfer.doctor.probe_host import Tree
 from kvxfer.errors import ConfigError
@@ -27,12 +28,16 @@ def probe_network(config: Config, root: Path = Path("/")) -> Network:
     tree = Tree(root)
     directory = socket_dir(config)
     daemon = _daemon(daemon_socket(directory))
+    secret, made, why_not = _user_secret(config)
     return Network(
         binds=tuple(_binds(config, bool(daemon))),
         local=_local(config),
         families=frozenset(kind for kind in ELSEWHERE if _has_route(kind)),
         socket_dir=str(directory),
         socket_dir_error=_directory_error(directory),
+        user_secret=secret,
+        user_secret_made=made,
+        user_secret_error=why_not,
         daemon=daemon,
         tcp=_tcp(tree),
         rdma=tuple(_rdma(tree)),
@@ -93,6 +98,17 @@ def _directory_error(directory: Path) -> str:
     except ConfigError as failure:
         return failure.message
     return ""
+
+
+def _user_secret(config: Config) -> tuple[str, bool, str]:
+    """Its file, whether it is there, and why not; nothing where something else is configured."""
+    if config.has_proof:
+        return "", False, ""
+    try:
+        path, made = where_user_secret(config)
+    except ConfigError as failure:
+        return "", False, f"{failure.message} ({failure.hint})"
+    return str(path), made, ""
 
 
 def _daemon(path: Path) -> str:

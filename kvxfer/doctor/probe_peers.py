@@ -62,7 +62,7 @@ async def _connect(address: Address, timeout_s: float) -> Candidate:
 
 async def ask_status(addresses: Sequence[str], config: Config, timeout_s: float) -> dict[str, Any]:
     """The status of the daemon; as a tool, which may ask nothing else."""
-    known = Credentials(config)
+    known = Credentials(config, unconfigured="look")
     node_id = "" if known.keys is None else known.keys.node_id  # it proves itself with the keys of its node
     facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace, node_id=node_id)
     link = await Link.dial(addresses, facts, config, credentials=known, timeout=timeout_s)

@@ -2,7 +2,8 @@
 
 The idea: whoever dials or accepts asks for the current ones, and `accepts` says of an open connection whether what it
 was proved with is still good. A new file that cannot be used changes nothing: what was read before stays in force, the
-log says why, and a metric counts it.
+log says why, and a metric counts it. Where nothing is configured there is the secret of this user on this host, so no
+daemon takes whoever comes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from kvxfer.config import Config
 from kvxfer.config.sources import read_regular_file
+from kvxfer.config.user_secret import NoPlace, UserSecret, find_user_secret, make_user_secret, secret_in_memory
 from kvxfer.errors import ConfigError
 from kvxfer.net.keys import FILE_BYTES_MAX, NodeKeys
 from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
@@ -24,6 +27,9 @@ from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
 TLS, SECRET, KEYS = "tls", "secret", "node_keys"
 DAY_S = 86400
 
+# Without anything configured: take the user's secret, and make it if need be; the same, and one in memory where it
+# cannot be kept; take it if it is there, and change nothing; take none (there is no other user, as in a simulation).
+Unconfigured = Literal["make", "make or remember", "look", "none"]
 Signature = tuple[tuple[int, int, int] | int, ...]
 
 log = logging.getLogger("kvxfer.credentials")
@@ -32,20 +38,24 @@ log = logging.getLogger("kvxfer.credentials")
 class Credentials:
     """Secrets, keys and certificate by the options of a configuration. Raises `ConfigError` when they cannot be used.
 
-    ``wall`` gives Unix time. ``failures`` counts, for `tls`, `secret` and `node_keys`, new files that could not be
-    used, ``reloads`` those that could.
+    ``unconfigured`` says what takes their place when no option names any. ``wall`` gives Unix time. ``failures``
+    counts, for `tls`, `secret` and `node_keys`, new files that could not be used, ``reloads`` those that could.
     """
 
-    def __init__(self, config: Config, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, config: Config, *, unconfigured: Unconfigured = "make", wall: Callable[[], float] = time.time
+    ) -> None:
         self._config = config
         self._wall = wall
+        self._unconfigured: Unconfigured = "none" if config.has_proof else unconfigured
         self._files = {
             TLS: tuple(path for path in (config.tls_cert, config.tls_key, config.tls_ca) if path),
             SECRET: (config.secret_file,) if config.secret_file else (),
             KEYS: (config.node_keys_file,) if config.node_keys_file else (),
         }
         self._seen = {what: signature(paths) for what, paths in self._files.items()}
-        self.secrets: tuple[bytes, ...] = config.read_secrets()
+        self.secrets: tuple[bytes, ...] = ()
+        self.secrets = self._read_secrets()
         self._contexts = self._read_contexts()
         self.keys: NodeKeys | None = None
         self.keys = self._read_keys(self.node_id)
@@ -110,7 +120,7 @@ class Credentials:
             elif what == KEYS:
                 self.keys = self._read_keys(self.node_id)
             else:
-                self.secrets = self._config.read_secrets()
+                self.secrets = self._read_secrets()
         except ConfigError as refused:
             self.failures[what] += 1
             log.error("the new files of %s cannot be used, the old ones stay in force: %s", what, refused)
@@ -139,6 +149,27 @@ class Credentials:
         if content != self._authorities:
             self._authorities = content
             self.authorities += 1
+
+    def _read_secrets(self) -> tuple[bytes, ...]:
+        """Those that are configured, else the user's. What we use already is put back when its file has gone."""
+        if self._unconfigured == "none":
+            return self._config.read_secrets()
+        looks = self._unconfigured == "look"
+        found = find_user_secret(self._config) if looks else self._make_user_secret()
+        if found is None:
+            return self.secrets or (secret_in_memory(),)
+        self._files[SECRET] = () if found.path is None else (str(found.path),)  # it may lie elsewhere by now
+        self._seen[SECRET] = () if found.path is None else (found.mark,)
+        return found.secrets
+
+    def _make_user_secret(self) -> UserSecret:
+        try:
+            return make_user_secret(self._config, keep=self.secret)
+        except NoPlace as nowhere:
+            if self._unconfigured == "make":
+                raise
+            log.warning("only this process can connect to its own daemons: %s", nowhere.message)
+            return UserSecret(secrets=self.secrets or (secret_in_memory(),), path=None)
 
     def _read_contexts(self, node_id: str = "") -> Contexts | None:
         config = self._config

@@ -113,6 +113,7 @@ class Step:
 
 
 _NOTHING = Step()
+SAME_SECRET = "give all nodes the same secret_file; a side without one has the secret of its user on its own host"
 
 
 class Session:
@@ -448,9 +449,7 @@ class Session:
                 why, says=welcome.node_id, hint="give it the file that `kvxfer keys` wrote for it"
             )
         if not found:
-            raise AuthenticationError(
-                "the peer's shared secret is not the same as this side's", hint="give all nodes the same secret_file"
-            )
+            raise AuthenticationError("the peer's shared secret is not the same as this side's", hint=SAME_SECRET)
         self.proved_with = found
         return found
 

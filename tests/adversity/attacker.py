@@ -18,13 +18,15 @@ import numpy as np
 import psutil
 
 import kvxfer
-from kvxfer.config import load
+from kvxfer.config import Config, load
 from kvxfer.errors import RegionBusy
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
+from kvxfer.net.credentials import Credentials
 from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
 from kvxfer.testing.processes import Daemon, daemon
 from kvxfer.wire import messages as m
+from kvxfer.wire.auth import prove, transcript
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from tests.conftest import slack
@@ -35,10 +37,12 @@ GEOMETRY = small_geometry()
 Address = tuple[str, int] | str  # a TCP address, or the path of a Unix socket
 
 
-async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(
+    address: Address, local_addr: tuple[str, int] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if isinstance(address, str):
         return await asyncio.open_unix_connection(address)
-    return await asyncio.open_connection(*address)
+    return await asyncio.open_connection(*address, local_addr=local_addr)
 
 
 async def shout(address: Address, data: bytes, within_s: float = 0.05) -> None:
@@ -69,7 +73,7 @@ def hello(role: str, **changes: Any) -> m.Hello:
 
 @dataclass(slots=True)
 class Intruder:
-    """A connection that has done the handshake as anybody could."""
+    """A connection that has proved itself: what a hostile node has that holds the secret."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -98,16 +102,41 @@ class Intruder:
         self.writer.transport.abort()
 
 
+def proof(greeting: m.Hello, welcome: m.Welcome) -> m.Proof:
+    """That of the user's secret, where one is asked for."""
+    if welcome.auth == "none":
+        return m.Proof(proof=b"")
+    secret = Credentials(Config(), unconfigured="look").secret
+    return m.Proof(proof=prove(secret, "dialler", transcript(greeting, welcome)))
+
+
+async def _answer(reader: asyncio.StreamReader, decoder: FrameDecoder) -> Message | m.Unknown:
+    while data := await reader.read(65536):
+        if found := list(decoder.feed(data)):
+            return found[0]
+    raise ConnectionError("refused")
+
+
+async def greet(
+    address: Address, role: str, local_addr: tuple[str, int] | None = None, **changes: Any
+) -> tuple[Intruder, m.Proof]:
+    """A handshake that stops before its last message, and this message."""
+    reader, writer = await connect(address, local_addr)
+    made = Intruder(reader, writer, FrameDecoder())
+    greeting = hello(role, **changes)
+    writer.write(PREAMBLE + encode(greeting))
+    welcome = await _answer(reader, made.decoder)
+    if not isinstance(welcome, m.Welcome):
+        raise ConnectionError(f"refused: {welcome}")
+    return made, proof(greeting, welcome)
+
+
 async def intrude(address: Address, role: str, **changes: Any) -> Intruder:
-    reader, writer = await connect(address)
-    decoder = FrameDecoder()
-    for message in (hello(role, **changes), m.Proof(proof=b"")):
-        writer.write((PREAMBLE if isinstance(message, m.Hello) else b"") + encode(message))
-        while not list(decoder.feed(data := await reader.read(65536))):
-            if not data:
-                raise ConnectionError("refused")
-    decoder.frame_bytes_max = 4 << 20
-    return Intruder(reader, writer, decoder)
+    made, rest = await greet(address, role, **changes)
+    made.writer.write(encode(rest))
+    await _answer(made.reader, made.decoder)
+    made.decoder.frame_bytes_max = 4 << 20
+    return made
 
 
 class Target:

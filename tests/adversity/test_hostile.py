@@ -18,6 +18,7 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import KvxferError
+from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.testing.processes import daemon
 from kvxfer.wire import messages as m
@@ -135,7 +136,8 @@ async def test_slow_and_idle_connections_keep_nobody_out(victim: Target) -> None
         for _ in range(20):
             host, port = victim.control
             facts = LinkFacts(role="peer", node_id=os.urandom(16).hex())
-            link = await Link.dial([f"{host}:{port}"], facts, victim.clients[0].config)
+            config = victim.clients[0].config
+            link = await Link.dial([f"{host}:{port}"], facts, config, credentials=Credentials(config))
             await link.aclose("done")
             reader, writer = await connect(victim.http)
             writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")

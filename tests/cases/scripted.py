@@ -1,7 +1,7 @@
 """A peer daemon that follows a script: real sockets, bytes made by hand, a version of its own, and a memory.
 
-It knows what the script says and nothing else. Messages are (number, fields) as msgpack has them, so it can say what no
-version of kvxfer would say, and sees what was really sent.
+It knows what the script says and the secret of the user, nothing else. Messages are (number, fields) as msgpack has
+them, so it can say what no version of kvxfer would say, and sees what was really sent.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 
+from kvxfer.config import Config
+from kvxfer.net.credentials import Credentials
 from kvxfer.wire import messages as m
+from kvxfer.wire.auth import prove, transcript
 from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, Message
 from kvxfer.wire.framing import PREAMBLE
 from tests.nodes import until
@@ -82,9 +86,13 @@ class Scripted:
                 node_id=self.node_id,
                 incarnation=self.incarnation,
                 nonce=os.urandom(32),
-                auth="none",
+                auth="hmac",
             )
-            number, known = said(welcome)
+            own = {name: self._welcome[name] for name, _ in welcome.kinds if name in self._welcome}
+            welcome = replace(welcome, **own)
+            hello = m.Hello(**{item: fields[item] for item, _ in m.Hello.kinds if item in fields})
+            secret = Credentials(Config(), unconfigured="look").secret
+            number, known = said(replace(welcome, proof=prove(secret, "acceptor", transcript(hello, welcome))))
             known.pop("namespace")
             return [self._before_welcome, frame(number, known | self._welcome)]
         if name == "Proof":

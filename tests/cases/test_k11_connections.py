@@ -18,6 +18,7 @@ import pytest
 from kvxfer.addresses import parse_address
 from kvxfer.config import Config
 from kvxfer.daemon.acceptor import Acceptor
+from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import bound_address, listen_tcp
 from kvxfer.testing.processes import Process
@@ -145,7 +146,15 @@ async def stubs(count: int) -> AsyncIterator[list[list[str]]]:
         addresses = []
         for _ in range(count):
             facts = LinkFacts(role="peer", node_id=secrets.token_hex(16), incarnation=secrets.token_hex(16))
-            stub = Acceptor(config, facts, roles=("peer",), links_max=8, on_ready=lambda _: None, on_message=on_message)
+            stub = Acceptor(
+                config,
+                facts,
+                roles=("peer",),
+                links_max=8,
+                on_ready=lambda _: None,
+                on_message=on_message,
+                credentials=Credentials(config),
+            )
             listener = listen_tcp("listen", parse_address("127.0.0.1:0"))
             addresses.append([str(bound_address(listener))])
             await stub.start(listener)

@@ -12,16 +12,14 @@ from kvxfer.addresses import parse_address
 from kvxfer.errors import ClosedError, PeerUnreachable
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.server import Server
-from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
-from kvxfer.wire.framing import PREAMBLE
-from tests.adversity.attacker import connect, hello
+from tests.adversity.attacker import greet
 from tests.nodes import fast, node, until
 
 
 async def peer(server: Server) -> Link:
     facts = LinkFacts(role="peer", node_id=os.urandom(16).hex(), incarnation="d" * 32)
-    return await Link.dial(server.addresses, facts, server.config)
+    return await Link.dial(server.addresses, facts, server.config, credentials=server.credentials)
 
 
 async def silent(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -48,38 +46,29 @@ async def test_the_oldest_goes_whatever_it_has_said() -> None:
     """A greeting is free, so it earns nothing: who greets and stays is no better than who is silent."""
     async with node(handshakes_max=3) as server:
         address = parse_address(server.addresses[0])
-        reader, greeting = await intrude_half((address.host, address.port))
+        greeted, _ = await greet((address.host, address.port), "peer")
         held = [await silent(server) for _ in range(2)]
         await until(lambda: server.peers.half_open == 3)
         late = await peer(server)
         await until(lambda: server.peers.refused.get("handshakes_max") == 1)
         assert server.peers.half_open == 2
-        assert await reader.read() == b"", "it came first"
+        assert await greeted.reader.read() == b"", "it came first"
         await late.aclose("done")
-        for writer in (greeting, *(writer for _, writer in held)):
+        for writer in (greeted.writer, *(writer for _, writer in held)):
             writer.close()
 
 
 async def test_a_flood_from_one_address_does_not_touch_another_address() -> None:
     async with node(handshakes_max=4) as server:
         address = parse_address(server.addresses[0])
-        reader, writer = await asyncio.open_connection(address.host, address.port, local_addr=("127.0.0.9", 0))
-        writer.write(PREAMBLE + encode(hello("peer")))
+        greeted, proof = await greet((address.host, address.port), "peer", local_addr=("127.0.0.9", 0))
         held = [await silent(server) for _ in range(40)]
         await until(lambda: server.peers.refused.get("handshakes_max") == 37)
-        writer.write(encode(m.Proof(proof=b"")))
+        greeted.writer.write(encode(proof))
         await until(lambda: len(server.peers.links) == 1)
-        assert not reader.at_eof()
-        for one in (writer, *(writer for _, writer in held)):
+        assert not greeted.reader.at_eof()
+        for one in (greeted.writer, *(writer for _, writer in held)):
             one.close()
-
-
-async def intrude_half(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A handshake that stops after the greeting was answered."""
-    reader, writer = await connect(address)
-    writer.write(PREAMBLE + encode(hello("peer")))
-    await reader.read(1000)
-    return reader, writer
 
 
 async def test_newcomer_is_refused_when_all_places_are_proven() -> None:

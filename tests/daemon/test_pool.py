@@ -26,6 +26,7 @@ from kvxfer.errors import (
     TransferTimeout,
     UsageError,
 )
+from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
@@ -59,7 +60,8 @@ class Rig:
         if self.failure is not None:
             raise self.failure
         facts = LinkFacts(role="peer", node_id="c" * 32, incarnation="d" * 32)
-        return await Link.dial(addresses, facts, self.config, expected_node_id=node_id)
+        known = Credentials(self.config)
+        return await Link.dial(addresses, facts, self.config, credentials=known, expected_node_id=node_id)
 
     async def get(self, addresses: Sequence[str], node_id: str = "", timeout: float = 5.0) -> Link:
         return await self.pool.get(addresses, node_id, Deadline.after(timeout))

@@ -44,6 +44,14 @@ def test_defaults_are_fine() -> None:
     assert worst(findings()) is State.OK
 
 
+def test_the_secret_of_the_user() -> None:
+    check, place = "secret of this user", "/run/user/7/kvxfer/secret"
+    assert "the first daemon makes" in one(check, Network(user_secret=place)).found
+    assert one(check, Network(user_secret=place, user_secret_made=True)).found.endswith(place)
+    assert one(check, Network(user_secret_error="no place")).state is State.PROBLEM
+    assert not [finding for finding in findings(Network()) if finding.check == check], "something else is configured"
+
+
 @pytest.mark.parametrize(
     ("bind", "state", "word"),
     [

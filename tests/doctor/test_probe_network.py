@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.config.user_secret import make_user_secret
 from kvxfer.doctor.facts import RdmaPort
 from kvxfer.doctor.probe_network import probe_network
 from tests.doctor.test_probe_host import plant
@@ -60,6 +61,20 @@ def test_a_directory_that_others_may_enter(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     (tmp_path / "run").chmod(0o755)
     assert "others may enter it" in probe_network(anywhere(tmp_path)).socket_dir_error
+
+
+def test_the_secret_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "kvxfer" / "secret"
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    looked = probe_network(anywhere(tmp_path))
+    assert (looked.user_secret, looked.user_secret_made, looked.user_secret_error) == (str(place), False, "")
+    assert not place.parent.exists(), "it changes nothing"
+    make_user_secret(Config())
+    assert probe_network(anywhere(tmp_path)).user_secret_made
+    place.chmod(0o644)
+    assert "others may access it" in probe_network(anywhere(tmp_path)).user_secret_error
+    assert probe_network(anywhere(tmp_path, secret="0123456789abcdef")).user_secret == ""
 
 
 def test_kernel_settings_and_nics_from_files(tmp_path: Path) -> None:

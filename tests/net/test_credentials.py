@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.config.sources import SECRETS_MAX, read_secret_file
+from kvxfer.config.user_secret import secret_in_memory
 from kvxfer.errors import ConfigError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.keys import NodeKeys
@@ -34,7 +35,7 @@ def descriptors() -> int:
 
 
 def test_without_any() -> None:
-    none = Credentials(Config())
+    none = Credentials(Config(), unconfigured="none")
     assert (none.secret, none.secrets, none.node_id, none.expires_in_s, none.channel("dialler")) == (
         b"",
         (),
@@ -194,3 +195,32 @@ def test_node_keys_are_for_their_owner_alone(
         Credentials(Config(node_keys_file=str(path)))
     with pytest.raises(ConfigError, match="cannot be read"):
         Credentials(Config(node_keys_file=str(tmp_path / "none")))
+
+
+def test_with_nothing_configured_it_is_the_secret_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    looking = Credentials(Config(), unconfigured="look")
+    assert looking.secret == secret_in_memory(), "a tool makes no file"
+    assert not looking.watches
+    assert os.listdir(tmp_path) == []
+    known = Credentials(Config())
+    assert known.watches
+    assert len(known.secrets) == 1
+    assert known.secret != secret_in_memory()
+    assert Credentials(Config(), unconfigured="look").secrets == known.secrets
+    for options in ({"secret": NEW}, {"secret_file": str(written(tmp_path / "secret", OLD))}):
+        assert known.secret not in Credentials(Config(**options)).secrets, "what is configured takes its place"
+    before = descriptors()
+    known.poll()
+    assert known.reloads["secret"] == 0
+    (tmp_path / "kvxfer" / "secret").unlink()
+    known.poll()
+    assert known.reloads["secret"] == 1
+    assert Credentials(Config(), unconfigured="look").secrets == known.secrets
+    (tmp_path / "kvxfer").chmod(0o777)
+    (tmp_path / "kvxfer" / "secret").unlink()
+    known.poll()
+    assert known.failures["secret"] == 1
+    assert known.secret
+    assert descriptors() == before

@@ -69,7 +69,7 @@ class Side:
 
 
 def known(secret: bytes) -> Credentials:
-    return Credentials(small(secret=secret.decode()))
+    return Credentials(small(secret=secret.decode()), unconfigured="none")
 
 
 async def start(config: Config, *, secret: bytes = b"", links_max: int = 8) -> Side:

@@ -34,6 +34,7 @@ from kvxfer.flows.control import Control
 from kvxfer.memory.region import Region
 from kvxfer.native.facts import EngineConfig
 from kvxfer.net import link as link_module
+from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link
 from kvxfer.server import Server
 from kvxfer.tasks import TaskOwner
@@ -110,7 +111,8 @@ class Daemon:
     async def _run(self, config: Config) -> None:
         rng = Random(self.world.rng.getrandbits(64))
         try:
-            async with Server(config, clock=self.world.loop.time, rng=rng) as server:
+            alone = Credentials(config, unconfigured="none")  # nobody else is in that world, and no file of this one
+            async with Server(config, clock=self.world.loop.time, rng=rng, credentials=alone) as server:
                 self.server = server
                 self.world.daemon_is_up(self)
                 await self.stop.wait()
