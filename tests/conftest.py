@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,10 @@ def slack() -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a job that a shell put into the background. It would stay so in every child, and some of them are to be
+        # interrupted; a handler is not inherited, and this one still ignores the signal here.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
     config.addinivalue_line("markers", "once: no event loop changes the outcome; runs in one loop mode")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; left out of `make check`")
     config.addinivalue_line("markers", "full: the long version of a case; runs under `make cases-full` only")

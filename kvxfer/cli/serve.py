@@ -1,8 +1,9 @@
 """`kvxfer serve`: run this node's daemon until SIGTERM or SIGINT, then drain.
 
 The first of SIGTERM and SIGINT withdraws postings, refuses new work and waits up to `drain_s` for what is live; the
-second one ends the process at once. SIGHUP reads the files of secret and certificate again. When the daemon is up it
-prints one line with everything that another program needs to reach it.
+second one ends the process at once. SIGINT counts also where it was ignored at the start, as in a job that a shell put
+into the background: a daemon ends with the script that started it. SIGHUP reads the files of secret and certificate
+again. When the daemon is up it prints one line with everything that another program needs to reach it.
 """
 
 from __future__ import annotations

@@ -69,6 +69,18 @@ def test_life_of_a_daemon(tmp_path: Path) -> None:
         assert not Path(facts["socket"]).exists()
 
 
+def test_ctrl_c_counts_in_a_job_that_ignores_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    words = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("{")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5 * slack()) == 0
+        assert process.stderr is not None
+        assert "SIGINT: draining" in process.stderr.read()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
     script = (
