@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -85,7 +85,7 @@ check-static: build $(VENV)/.dev
 	step "ruff" $(PY) -m ruff check $(PYTHON_FORMATTED)
 	step "mypy --strict" $(PY) -m mypy --strict
 	step "clang-format" $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
-	step "static analysis" $(PY) -m tools.analyze
+	if tools/system-packages --has clang; then step "static analysis" $(PY) -m tools.analyze; fi
 	step "source rules" $(PYTEST) -q tests/test_sourcecode.py
 	[ -z "$$failed" ]
 
@@ -93,7 +93,8 @@ check: check-static ## formats, lint, types, source rules, then the quick tests
 	@echo "== quick tests"; KVXFER_TEST_LOOP=asyncio $(PYTEST) -q -m "not once and not slow" --deselect tests/test_sourcecode.py $(ARGS)
 
 # Two modes side by side, one of them into a file; then the third alone, since it has the tests that measure how soon something is noticed.
-test: check-static ## checks, the suite in three event loop modes, then the sanitizers
+# What is left out for want of a system package is named at the end, with the command to get it.
+test: system-packages check-static ## checks, the suite in three event loop modes, then the sanitizers
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT
 	$(MAKE) --no-print-directory test-debug >"$$log" 2>&1 & other=$$!
 	failed=
@@ -103,7 +104,11 @@ test: check-static ## checks, the suite in three event loop modes, then the sani
 	$(MAKE) --no-print-directory test-asyncio || failed=1
 	[ -z "$$failed" ]
 	$(MAKE) --no-print-directory sanitize
+	tools/system-packages --missing
 	echo "== all passed"
+
+system-packages: ## what the tests want beside Python, gcc and make: installed where that is allowed, else named
+	@tools/system-packages
 
 # What no event loop can change runs in the mode `asyncio` only (tests/conftest.py says how that is known).
 test-asyncio test-debug test-uvloop: build $(VENV)/.dev

@@ -22,6 +22,7 @@ from kvxfer.config import CONFIG_OPTIONS, Config, load
 from kvxfer.config.paths import SOCKET_NAME
 from kvxfer.doctor.probe_ascend import CONTROL_FILES, HCCN_CONF
 from kvxfer.server import Server
+from tests.system import needs
 from tools import example_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def unit(name: str = "kvxfer.service") -> dict[str, dict[str, list[str]]]:
     return found
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@needs("systemd-analyze")
 @pytest.mark.parametrize("drop_in", [None, ON_CARDS])
 def test_systemd_accepts_the_unit(drop_in: str | None, tmp_path: Path) -> None:
     if drop_in is not None:

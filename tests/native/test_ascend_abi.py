@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 
 from kvxfer.native import _shim
 from tests.native.ascend_fakes import HIXL, HIXL_9_1, STRINGS
+from tests.system import needs
 
 NATIVE = Path(_shim.__file__).parent
 BUILT = NATIVE / f"_shim{sysconfig.get_config_var('EXT_SUFFIX')}"
 SOURCE = NATIVE / "ascend" / "ascend_hixl.cc"
 COMPILERS = [
-    pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed"))
-    for name in ("g++", "clang++")
+    pytest.param("g++", marks=needs("g++")),
+    pytest.param("clang++", marks=needs("clang")),
 ]
 VENDOR = re.compile(r"4hixl|2ge12|\bacl|Hccl|Hcomm|ascend|cann|metadef", re.IGNORECASE)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.native.fuzz import build
+from tests.system import needs
 
 SECONDS = 2
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
 
 
+@needs("libfuzzer")
 @pytest.mark.parametrize("name", build.TARGETS)
 def test_fuzzers_find_nothing(name: str, tmp_path: Path) -> None:
     target = build.TARGETS[name]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system import needs
 from tools import analyze
 
 
@@ -21,6 +22,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return analyze.main()
 
 
+@needs("clang")
 def test_a_finding_fails_every_time(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
