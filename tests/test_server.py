@@ -31,9 +31,11 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.net.link import FLUSH_S, Link, LinkFacts
+from kvxfer.net import link as link_module
+from kvxfer.net.link import FLUSH_S, MESSAGES_PER_TURN, Link, LinkFacts
 from kvxfer.server import PING_KEY, Server
 from kvxfer.wire import messages as m
+from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE
 from tests.conftest import slack
 from tests.nodes import SECRET, Worker, fast, node, small, until, worker
@@ -563,3 +565,35 @@ async def test_those_who_do_not_read_are_waited_for_all_at_once() -> None:
             assert link.gone.done()
             far.abort()
             await far.wait_closed()
+
+
+async def test_a_node_has_one_turn_of_the_loop_however_many_connections_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that its links have received is handled, by one of them in each turn; others answer in between."""
+    monkeypatch.setattr(link_module, "TURN_S", 60.0)
+    async with node() as server:
+        about = LinkFacts(role="peer", node_id="e" * 32)
+        links = [await Link.dial(server.addresses, about, small()) for _ in range(8)]
+        other = await Link.dial(server.addresses, LinkFacts(role="peer", node_id="f" * 32), small())
+        accepted = [link for link in server.peers.links if link.peer.node_id == "e" * 32]
+        assert len(accepted) == 8
+        turns: list[Link] = []
+        take = Link._take
+
+        def watched(link: Link) -> bool:
+            turns.append(link)
+            return take(link)
+
+        monkeypatch.setattr(Link, "_take", watched)
+        count = 5 * MESSAGES_PER_TURN
+        frames = b"".join(encode(m.Echo(rid=number, data=b"x")) for number in range(1, count + 1))
+        for link in accepted:
+            link.data_received(frames)
+        assert turns == accepted[:1], "the others wait for theirs"
+        turns.clear()
+        await asyncio.sleep(0)
+        assert len([link for link in turns if link in accepted]) == 1
+        assert isinstance(await other.request(m.Echo(data=b"x"), timeout=5), m.EchoReply)
+        await until(lambda: all(link.late_replies == count for link in links))
+        order = [link for link in turns if link in accepted]
+        assert order[:8] == accepted, "one after the other"
+        await asyncio.gather(*(link.aclose("done") for link in (*links, other)))

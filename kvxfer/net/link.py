@@ -475,8 +475,10 @@ class Link(asyncio.Protocol):
             data = self._decrypted(self._secure, self._channel, data)
         self._session.heard(self._loop.time())
         self._decoder.feed(data)
-        if not self._waits_for_turn:
-            self._take()
+        if self._waits_for_turn:
+            return
+        if (self._queues is not None and self._queues.taken(self)) or self._take():
+            self._line_up()
 
     def _take(self) -> bool:
         """Handle some of what has been received; whether there may be more."""
@@ -497,11 +499,18 @@ class Link(asyncio.Protocol):
             self._do(self._session.receive(message, self._loop.time()))
             if decoder.buffered < left or self._loop.time() >= ends_at:
                 break
-        if self._transport is not None and not self._waits_for_turn:
-            self._waits_for_turn = True
-            self._transport.pause_reading()
-            self._loop.call_soon(self._next_turn)
         return True
+
+    def _line_up(self) -> None:
+        """Go on in a later turn of the loop, after the other links of the same node."""
+        if not self._waits_for_turn:
+            self._waits_for_turn = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+        if self._queues is None:
+            self._loop.call_soon(self._next_turn)
+        elif self._queues.line_up(self):
+            self._loop.call_soon(_turn, self._loop, self._queues, self.account)
 
     def _unfinished(self) -> None:
         """What is left is the beginning of a message. Who leaves too many of them unfinished loses the longest."""
@@ -516,7 +525,7 @@ class Link(asyncio.Protocol):
         if self.gone.done():
             return
         if self._take():
-            self._loop.call_soon(self._next_turn)
+            self._line_up()
             return
         self._waits_for_turn = False
         if self._lost:
@@ -605,6 +614,15 @@ class Link(asyncio.Protocol):
         self._do(self._session.tick(self._loop.time()))
         if not self.closed.done():
             self._arm()
+
+
+def _turn(loop: asyncio.AbstractEventLoop, queues: Queues, account: Hashable) -> None:
+    """One of a node's links handles some of what it has received, the next one in the next turn of the loop."""
+    link, more = queues.turn(account)
+    if more:
+        loop.call_soon(_turn, loop, queues, account)
+    if isinstance(link, Link):
+        link._next_turn()
 
 
 def waits(message: Message) -> bool:

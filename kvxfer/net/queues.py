@@ -4,11 +4,13 @@ received of messages that are not complete.
 The idea: each connection has a bound of its own, but a thousand peers that read slowly, or that never finish what they
 began to say, would add up. So there is one sum for all, and less than that for one node, however many connections it
 has. A connection is looked at when something is sent on it, and all of them again only when the sum seems too large,
-since what was sent meanwhile is not told.
+since what was sent meanwhile is not told. The connections of one node also share one turn of the event loop: a node
+does not get more of it by having more of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -41,6 +43,7 @@ class Queues:
         self._known: dict[Queue, int] = {}
         self._total = 0
         self._unfinished: dict[Queue, int] = {}
+        self._turns: dict[Hashable, deque[Queue]] = {}
         self._receiving = Shares(max(UNFINISHED_BYTES_MAX, NODE_QUEUES * frame_bytes_max))
 
     # -- to be sent ------------------------------------------------------------------------------------------
@@ -95,6 +98,26 @@ class Queues:
         now = {link: link.queued_bytes for link in self._known}
         self._known = {link: waits for link, waits in now.items() if waits}
         self._total = sum(self._known.values())
+
+    # -- turns -----------------------------------------------------------------------------------------------
+
+    def taken(self, link: Queue) -> bool:
+        """Other connections of this node wait for their turn."""
+        return link.account in self._turns
+
+    def line_up(self, link: Queue) -> bool:
+        """This connection has more to say. Whether it is the first of its node: then somebody has to see to `turn`."""
+        line = self._turns.setdefault(link.account, deque())
+        line.append(link)
+        return len(line) == 1
+
+    def turn(self, account: Hashable) -> tuple[Queue, bool]:
+        """Whose turn it is of a node's connections, and whether more of them wait."""
+        line = self._turns[account]
+        link = line.popleft()
+        if not line:
+            del self._turns[account]
+        return link, bool(line)
 
     # -- received --------------------------------------------------------------------------------------------
 

@@ -117,3 +117,20 @@ def test_small_beginnings_are_not_counted() -> None:
     assert queues.unfinished == UNFINISHED_BYTES_MIN
     assert queues.received(line, 0) is None
     assert queues.unfinished == 0
+
+
+def test_connections_of_one_node_share_a_turn() -> None:
+    queues, other = Queues(1000), Line("other")
+    first, second = Line("1", node="n"), Line("2", node="n")
+    assert not queues.taken(first)
+    assert queues.line_up(first)
+    assert queues.taken(second)
+    assert not queues.taken(other)
+    assert not queues.line_up(second)
+    assert queues.line_up(other)
+    assert queues.turn("n") == (first, True)
+    assert not queues.line_up(first), "it goes on after the other one"
+    assert queues.turn("n") == (second, True)
+    assert queues.turn("n") == (first, False)
+    assert not queues.taken(first)
+    assert queues.turn("other") == (other, False)
