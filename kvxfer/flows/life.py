@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import SystemRandom
@@ -38,6 +38,9 @@ from kvxfer.native.engine import Engine, EngineConfig, forks
 from kvxfer.net.link import LinkFacts
 from kvxfer.tasks import TaskOwner
 
+# Ends a flow at once; what is still to be said to its other side, and when it has been, is in the coroutine (if any).
+EndFlow = Callable[[KvxferError], Coroutine[Any, Any, None] | None]
+
 
 class ClientLife:
     """A part of `Client`: opened by ``async with``, ended by `aclose`."""
@@ -55,7 +58,7 @@ class ClientLife:
         self._fork = self._thread = 0
         self._allocator: Allocator | None = None
         self._reporter = Reporter(self.config)
-        self._flows: dict[object, Callable[[KvxferError], None]] = {}
+        self._flows: dict[object, EndFlow] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
         self.reservations = BlockReservations()
 
@@ -130,9 +133,11 @@ class ClientLife:
         if self._plane is None:
             return
         self._require_here()
-        self._end_flows()
+        last_words = self._end_flows()
         control, plane = self.control, self.plane
         try:
+            if last_words:  # each has its own limit
+                await asyncio.wait(last_words)
             if self._allocator is not None:
                 await self._allocator.settle()
         finally:
@@ -147,14 +152,14 @@ class ClientLife:
     def _forget_all(self) -> None:
         self._plane = self._control = self._mailboxes = None
 
-    def _end_flows(self) -> None:
+    def _end_flows(self) -> list[asyncio.Task[None]]:
         flows, self._flows = self._flows, {}
-        for end in flows.values():
-            end(ClosedError("the client was closed"))
+        said = [end(ClosedError("the client was closed")) for end in flows.values()]
         if self._mailboxes is not None:
             self._mailboxes.close()
+        return [self._tasks.spawn(words, "tell of an end") for words in said if words is not None]
 
-    def enter(self, flow: object, end: Callable[[KvxferError], None]) -> None:
+    def enter(self, flow: object, end: EndFlow) -> None:
         """A flow begins that has to hear of it when the client is closed."""
         self._flows[flow] = end
 

@@ -110,7 +110,7 @@ class Pull:
         self._cache.check_table(self._table)
         covered = [(self._cache.footprint, self._table)]
         taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
-        self._client.enter(self, self._fail)
+        self._client.enter(self, self._client_closed)
         try:
             return await self._claim_and_read(deadline)
         finally:
@@ -308,6 +308,10 @@ class Pull:
         if self._error is not None:
             raise self._error
 
+    def _client_closed(self, error: KvxferError) -> Coroutine[Any, Any, None]:
+        self._fail(error)
+        return self._abort(error)
+
     async def _abort(self, cause: BaseException) -> None:
         error = (
             cause if isinstance(cause, KvxferError) else TransferCancelled(f"the pull was aborted: {cause!r}", by="us")
@@ -326,9 +330,10 @@ class Pull:
         self._settle(source, "cancelled" if isinstance(error, TransferCancelled) else "failed", error)
 
     def _settle(self, source: Source, outcome: str, error: KvxferError | None) -> None:
-        if self._client.closed or source.claim is None:
+        claim, source.claim = source.claim, None
+        if self._client.closed or claim is None:
             return  # the link's end has settled it, and the engine's end has dropped the imports
-        self._client.control.settle_in_background(source.claim, outcome, error)
+        self._client.control.settle_in_background(claim, outcome, error)
         for descriptor in () if source.peer is None else source.peer.descriptors:
             self._client.plane.forget(descriptor)
 

@@ -7,11 +7,11 @@ Leaving the block commits; an exception aborts: every write is ended first, then
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
@@ -116,7 +116,7 @@ class Push:
         self._cache.check_table(self._table, may_repeat=True)
         self._entered = True
         deadline = self._deadline = Deadline.after(self._timeout)
-        self._client.enter(self, self._fail)
+        self._client.enter(self, self._client_closed)
         try:
             body = await self._rendezvous(deadline)
             if self.covered:
@@ -364,6 +364,10 @@ class Push:
             self._reaching.end()
             for transfer in tuple(self._running):
                 transfer.request_cancel(error)
+
+    def _client_closed(self, error: KvxferError) -> Coroutine[Any, Any, None]:
+        self._fail(error)
+        return self._abort(error)
 
     async def _abort(self, cause: BaseException) -> None:
         error = (
