@@ -116,7 +116,7 @@ class Region:
     @property
     def place(self) -> Place:
         """Where its first byte is: the same for all regions of the same memory."""
-        return self._info.device if self._info.on_device else None, self._info.address
+        return (self._info.device if self._info.on_device else "host"), self._info.address
 
     @property
     def device(self) -> int | None:
