@@ -96,7 +96,8 @@ async def test_a_node_that_opens_connections_for_ever_is_told_and_shuts_out_nobo
     async with node(links_max=64) as server:
 
         async def dial(node_id: str) -> Link:
-            return await Link.dial(server.addresses, LinkFacts(role="peer", node_id=node_id), small())
+            facts, known = LinkFacts(role="peer", node_id=node_id), server.credentials
+            return await Link.dial(server.addresses, facts, small(), credentials=known)
 
         links = [await dial(THEIRS) for _ in range(NODE_LINKS_MAX)]
         for _ in range(100):
