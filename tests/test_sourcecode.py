@@ -79,7 +79,7 @@ LAYERS = (
             *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
             *(
                 f"dataplane.{name}"
-                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "reach", "stall", "ways")
+                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "quiet", "reach", "stall", "ways")
             ),
             "dataplane.transfer",
         ),

@@ -33,6 +33,7 @@ from kvxfer.errors import (
     ClosedError,
     KvxferError,
     PeerLost,
+    PeerUnreachable,
     Revoked,
     StaleDescriptor,
     TransferCancelled,
@@ -80,6 +81,18 @@ class Work:
     part: Part
     ready: Import
     permit: Permit | None = None
+    lost: KvxferError | None = None  # the connection of its first attempt ended before anything had moved
+
+
+def may_repeat(part: Part, error: KvxferError, unsent: bool) -> bool:
+    """Whether this part may go once more, over another connection, without anybody being able to tell.
+
+    A get only reads: once its connection has ended nothing of it arrives any more. Of a put nothing may have left: what
+    did leave could still be written, after the second attempt and whatever followed it (docs/reliability.md).
+    """
+    if not isinstance(error, PeerLost) and not (unsent and isinstance(error, UnknownRegion)):
+        return False
+    return unsent or error.status == Status.NOT_SENT or (part.kind == OpKind.GET and part.notify is None)
 
 
 class DataPlane:
@@ -100,6 +113,8 @@ class DataPlane:
         self.engine_id = engine.engine_id.hex()
         self._tasks = TaskOwner("data plane")
         self._reach = Reach(engine, self._tasks, allowed, config=config)
+        self._is_quiet = self._reach.quiet.is_quiet  # asked for each transfer
+        self._now = asyncio.get_running_loop().time
         self._line: Line[Work] = Line(Admission(config))
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
@@ -168,7 +183,7 @@ class DataPlane:
                 transfer.notice = True
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
-            if ready is not None:
+            if ready is not None and not self._is_quiet(ready.route):
                 self._admit(Work(transfer, part, ready))
             else:
                 self._resolve_first(transfer, part)
@@ -241,8 +256,9 @@ class DataPlane:
                 if self.engine.drain() < DRAIN_MAX:
                     return
 
-    def _resolve_first(self, transfer: Transfer, part: Part) -> None:
-        task = self._tasks.spawn(self._resolve_and_submit(transfer, part), f"resolve grant {part.descriptor.grant}")
+    def _resolve_first(self, transfer: Transfer, part: Part, lost: KvxferError | None = None) -> None:
+        work = self._resolve_and_submit(transfer, part, lost)
+        task = self._tasks.spawn(work, f"resolve grant {part.descriptor.grant}")
         self._workers.setdefault(transfer, set()).add(task)
         task.add_done_callback(partial(self._worker_ended, transfer))
 
@@ -256,13 +272,15 @@ class DataPlane:
             closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
             transfer.part_ended(None, 0, transfer.cancelling or closing)
 
-    async def _resolve_and_submit(self, transfer: Transfer, part: Part) -> None:
+    async def _resolve_and_submit(self, transfer: Transfer, part: Part, lost: KvxferError | None) -> None:
         try:
             ready = await self._resolve(part.descriptor, self.memory.kinds.get(part.region), part.check)
         except KvxferError as error:
-            transfer.part_ended(None, 0, error)
+            # That nobody answers there any more says less than how the connection ended.
+            says_less = lost is not None and isinstance(error, PeerUnreachable | PeerLost)
+            transfer.part_ended(None, 0, lost if says_less else error)
         else:
-            self._admit(Work(transfer, part, ready))
+            self._admit(Work(transfer, part, ready, lost=lost))
 
     async def _resolve(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None, check: bool = False, mapped: bool = False
@@ -282,7 +300,7 @@ class DataPlane:
         size = work.part.size
         if size > self._small_bytes[work.ready.route.info.name]:
             peer = work.ready.route.engine_id
-            now = asyncio.get_running_loop().time()
+            now = self._now()
             try:
                 # A part larger than the window has the window for itself.
                 admitted = self._line.enter(work, peer, min(size, self._window_bytes), now)
@@ -321,11 +339,11 @@ class DataPlane:
         except UnknownRegion as error:
             # Either our region is gone, or the import: its connection ended, and the news is still in the ring.
             self._reach.drop(ready)
-            self._end(work, None, 0, error)
+            self._end(work, None, 0, error, unsent=True)
             return
         except (KvxferError, OverflowError, TypeError) as error:
             wrong = error if isinstance(error, KvxferError) else UsageError(f"an argument does not fit: {error}")
-            self._end(work, None, 0, wrong)
+            self._end(work, None, 0, wrong, unsent=True)
             return
         if isinstance(result, Event):
             self._finish(work, None, result)
@@ -349,23 +367,33 @@ class DataPlane:
         if self._reach.idle.crowded:
             self._reach.idle.freed()
 
-    def _end(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
-        """One part is over: its place in the window goes to whoever is next."""
+    def _end(
+        self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None, *, unsent: bool = False
+    ) -> None:
+        """One part is over: its place in the window goes to whoever is next. ``unsent``: the engine did not take it."""
         self._line.ended(work)
         if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
             error.fields.setdefault("part", work.part.number)
-        if error is None or not self._goes_on(work, token, moved_bytes, error):
+        if error is None or not self._goes_on(work, token, moved_bytes, error, unsent):
             work.transfer.part_ended(token, moved_bytes, error)
         self._run_line()
 
-    def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError) -> bool:
-        """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried."""
-        if error.status != Status.UNSUPPORTED or moved_bytes or work.transfer.cancelling is not None or self._closing:
+    def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError, unsent: bool) -> bool:
+        """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried.
+        A connection that ended before anything of it moved: another one, once.
+        """
+        if moved_bytes or work.transfer.done or work.transfer.cancelling is not None or self._closing:
             return False
-        self._reach.pass_over(work.ready, error.message)
+        if error.status == Status.UNSUPPORTED:
+            self._reach.pass_over(work.ready, error.message)
+        elif work.lost is None and may_repeat(work.part, error, unsent):
+            self._reach.lost(work.ready)
+            work.lost = error
+        else:
+            return False
         work.transfer.token_ended(token)
         work.transfer.attempt += 1
-        self._resolve_first(work.transfer, work.part)
+        self._resolve_first(work.transfer, work.part, work.lost)
         return True
 
     def _run_line(self) -> None:
@@ -382,6 +410,7 @@ class DataPlane:
 
     def _finish(self, work: Work, token: int | None, event: Event) -> None:
         if event.status == 0:
+            work.ready.route.heard = self._now()
             self._end(work, token, event.bytes, None)
             return
         transfer, ready = work.transfer, work.ready

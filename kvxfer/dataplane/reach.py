@@ -28,6 +28,7 @@ from kvxfer.dataplane.choice import (
     unfit,
 )
 from kvxfer.dataplane.idle import Idle
+from kvxfer.dataplane.quiet import Quiet
 from kvxfer.dataplane.ways import (
     Import,
     ImportKey,
@@ -94,6 +95,9 @@ class Reach:
         self.idle = Idle(
             self._routes.values, self._busy, self._give_up, idle_s=config.peer_idle_s, wait_s=config.connect_s
         )
+        self.quiet = Quiet(
+            engine, tasks, busy=self._busy, connect=self._connect_once, down=self.peer_down, take_back=self._take_back
+        )
 
     def ready(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False
@@ -152,6 +156,9 @@ class Reach:
         """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
         need_key = need_key_of(descriptor, number_of(local, check, mapped))
         ready = self._chosen.get(need_key)
+        if ready is not None and self.quiet.is_quiet(ready.route):
+            await self._ask(ready, descriptor)
+            ready = self._chosen.get(need_key)
         if ready is not None:
             ready.unwanted = False
             self._imports.move_to_end(ready.key)
@@ -309,7 +316,8 @@ class Reach:
         for key in tuple(route.imports):
             self.drop(self._imports[key])
         route.down = True
-        self._routes.pop(route.place, None)
+        if self._routes.get(route.place) is route:
+            del self._routes[route.place]
         self._routes_by_peer.pop(route.peer, None)
         return self.engine.close_peer(route.peer)
 
@@ -324,6 +332,8 @@ class Reach:
             route: Route | None = None
             try:
                 route = self._routes.get(place) or await self._route(place, info)
+                if self.quiet.is_quiet(route):
+                    route = await self.quiet.alive(route, descriptor)
                 return await self._import(key, route, descriptor, mapped)
             except PeerLost:
                 if route is not None and not route.down:
@@ -390,6 +400,7 @@ class Reach:
             self.engine.close_peer(peer)
             raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
         route = Route(engine_id, info, endpoint, key, peer)
+        route.heard = asyncio.get_running_loop().time()
         self._routes[key] = route
         self._routes_by_peer[peer] = route
         self.idle.begun(route)
@@ -440,9 +451,31 @@ class Reach:
         if route.down:
             self.engine.release_import(handle)
             raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
+        route.heard = asyncio.get_running_loop().time()
         route.imports.add(key)
         found = self._imports[key] = Import(key, route, handle, descriptor.length)
         return found
+
+    # -- connections that were quiet for a while (`quiet.py`) ------------------------------------------------------
+
+    async def _ask(self, found: Import, descriptor: RemoteDescriptor) -> None:
+        """Before the first bytes over a quiet connection: its other side answers, or the import goes with it."""
+        try:
+            await self.quiet.alive(found.route, descriptor)
+        except PeerLost:
+            self.lost(found)
+
+    def _take_back(self, old: Route, new: Route) -> None:
+        """The old connection was silent and answered before a new one was there: the new one is not needed."""
+        self._give_up(new)
+        if not old.down:
+            self._routes.setdefault(old.place, old)
+
+    def lost(self, found: Import) -> None:
+        """The connection of this import has ended, even if the news has not come yet."""
+        self.drop(found)
+        if not found.route.down:
+            self.peer_down(found.route.peer)
 
     def drop(self, found: Import) -> None:
         """Let go of an import; harmless when that was done."""
@@ -501,7 +534,8 @@ class Reach:
             return
         route.down = True
         self.idle.freed()
-        self._routes.pop(route.place, None)
+        if self._routes.get(route.place) is route:
+            del self._routes[route.place]
         for key in tuple(route.imports):
             found = self._imports.get(key)
             if found is not None:

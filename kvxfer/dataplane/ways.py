@@ -33,6 +33,7 @@ class Route:
     used: int = 0  # see `idle.py`
     importing: int = 0
     fresh: bool = True  # made for an import that has yet to begin
+    heard: float = 0.0  # when the other side was last known to answer over it, on the loop's clock
 
 
 @dataclass(slots=True, eq=False)

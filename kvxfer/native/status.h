@@ -51,6 +51,7 @@ enum kvx_status {
     KVX_E_LINK = 207,        /* a vendor library's link to the peer failed; only a new one helps */
     KVX_E_ENCRYPTION = 208,  /* one side encrypts its data connections and the other does not */
     KVX_E_SECRET = 209,      /* whoever answers does not know the secret of this endpoint */
+    KVX_E_NOT_SENT = 210,    /* the connection ended before anything of the op was sent */
 
     KVX_E_NOMEM = 300,         /* out of memory */
     KVX_E_FDS = 301,           /* out of file descriptors */

@@ -55,6 +55,7 @@ class Status(IntEnum):
     LINK = 207
     ENCRYPTION = 208
     SECRET = 209
+    NOT_SENT = 210
     NOMEM = 300
     FDS = 301
     SHM_SPACE = 302
@@ -100,6 +101,7 @@ BY_STATUS: Mapping[Status, _Entry] = {
     Status.INTEGRITY: (errors.IntegrityError, "checksums of source and target differ", "do not use the bytes"),
     Status.INJECTED: (errors.InjectedFault, "failed on purpose", None),
     Status.PEER_LOST: (errors.PeerLost, "the connection to the peer ended", None),
+    Status.NOT_SENT: (errors.PeerLost, "the connection to the peer ended before anything was sent", None),
     Status.UNREACHABLE: (errors.PeerUnreachable, "the peer could not be reached", None),
     Status.TIMEOUT: (errors.PeerUnreachable, "the peer did not answer in time", None),
     Status.NOT_KVXFER: (errors.NotKvxfer, "whatever answered does not speak kvxfer", None),

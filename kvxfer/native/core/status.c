@@ -43,6 +43,7 @@ const char *kvx_status_name(int status) {
         NAME(KVX_E_LINK)
         NAME(KVX_E_ENCRYPTION)
         NAME(KVX_E_SECRET)
+        NAME(KVX_E_NOT_SENT)
         NAME(KVX_E_NOMEM)
         NAME(KVX_E_FDS)
         NAME(KVX_E_SHM_SPACE)

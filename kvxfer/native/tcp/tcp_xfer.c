@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 /* -- the queue; peer->lock is held ------------------------------------------------------------------------------ */
 
@@ -205,6 +206,23 @@ static void send_now(tcp_conn *conn, bool answer_too) {
     }
 }
 
+/* Nothing is under way, so nothing is to be read but the other side's end, which our thread may not have seen yet. */
+static bool hung_up(const tcp_conn *conn) {
+    char byte;
+    return recv(conn->fd, &byte, sizeof byte, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
+}
+
+/* An idle stream that takes a small op at once, if there is one: its sending half is ours. `*hung_up_p`: the other side
+ * has closed it, which its thread will see too. */
+static tcp_conn *stream_for(tcp_peer *peer, const kvx_op *op, bool *hung_up_p) {
+    pthread_mutex_lock(&peer->lock);
+    tcp_conn *conn = peer->run_first == NULL && is_small(peer, op) ? stream_take(peer) : NULL;
+    bool idle = conn != NULL && conn->request_count == 0;
+    pthread_mutex_unlock(&peer->lock);
+    *hung_up_p = idle && hung_up(conn);
+    return conn;
+}
+
 int kvx_tcp_submit(void *transport, kvx_op *op) {
     (void)transport;
     tcp_peer *peer = op->import->peer->transport_data;
@@ -222,11 +240,16 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
     if (op->count > 0) {
         xfer->cursor = (kvx_spans){.base = op->region->base, .segments = op->segments, .left = op->bytes};
     }
+    bool ended;
+    tcp_conn *conn = stream_for(peer, op, &ended);
     pthread_mutex_lock(&peer->lock);
-    if (peer->status != KVX_OK || peer->closing) {
+    if (ended || peer->status != KVX_OK || peer->closing) {
         pthread_mutex_unlock(&peer->lock);
+        if (conn != NULL) {
+            pthread_mutex_unlock(&conn->tx_lock);
+        }
         free(xfer);
-        return KVX_E_PEER_LOST;
+        return KVX_E_NOT_SENT;
     }
     xfer->id = ++peer->next_op;
     peer->staged += staged(op);
@@ -235,7 +258,6 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
         xfer->next->previous = xfer;
     }
     peer->xfers = xfer;
-    tcp_conn *conn = peer->run_first == NULL && is_small(peer, op) ? stream_take(peer) : NULL;
     run_push(peer, xfer);
     if (conn == NULL) {
         wake_streams(peer, op);
@@ -634,8 +656,9 @@ void kvx_tcp_xfer_sweep(tcp_peer *peer, int status) {
     while (peer->xfers != NULL) {
         tcp_xfer *xfer = peer->xfers;
         KVX_ASSERT(xfer->outstanding == 0);
+        int told = status == KVX_E_PEER_LOST && xfer->frames == 0 && !peer->closing ? KVX_E_NOT_SENT : status;
         bool cancelled = atomic_load(&xfer->op->cancelled);
-        fail(xfer, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : status, peer->sys_errno, -1);
+        fail(xfer, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : told, peer->sys_errno, -1);
         finish(peer, xfer, &done);
     }
     pthread_mutex_unlock(&peer->lock);

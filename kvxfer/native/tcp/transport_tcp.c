@@ -161,7 +161,16 @@ static void kicked(tcp_conn *conn) {
         }
         return;
     }
-    if (conn->state != TCP_NEW && !kvx_tcp_conn_ended(conn) && !kvx_tcp_peer_over(conn) && conn->state == TCP_OPEN) {
+    if (conn->state == TCP_NEW || kvx_tcp_conn_ended(conn) || kvx_tcp_peer_over(conn) || conn->state != TCP_OPEN) {
+        return;
+    }
+    pthread_mutex_lock(&conn->peer->lock);
+    bool idle = conn->request_count == 0;
+    pthread_mutex_unlock(&conn->peer->lock);
+    if (idle) { /* before the first bytes: has the other side closed it? */
+        kvx_tcp_conn_receive(conn, TCP_SMALL_BYTES_MAX);
+    }
+    if (conn->state == TCP_OPEN) {
         kvx_tcp_pump(conn);
     }
 }
