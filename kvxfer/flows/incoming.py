@@ -19,10 +19,12 @@ EARLY_NOTICES_MAX = 8192
 
 @dataclass(slots=True)
 class Writer:
-    """One claim: what it writes, which layers (by number) arrived, and whether it is committed."""
+    """One claim: what it writes, how many elements of each layer (by number), which of them arrived, and whether it is
+    committed.
+    """
 
     boxes: tuple[Box, ...]
-    layers: frozenset[int]
+    layers: dict[int, int]
     arrived: set[int] = field(default_factory=set)
     committed: bool = False
     orphaned: bool = False  # its daemon is out of reach
@@ -80,7 +82,7 @@ class Incoming:
         if number in self.writers:
             return None
         part = clip(boxes, [self.want]) or (self.want,)
-        self.writers[number] = Writer(part, frozenset(layer for box in part for layer in box.layers))
+        self.writers[number] = Writer(part, _elements(part))
         early = self._early.pop(number, [])
         self._early_count -= len(early)
         for notice in early:
@@ -106,11 +108,11 @@ class Incoming:
             return error
 
     def _layer(self, writer: Writer, layer: int, elements: int) -> KvxferError | str:
-        if layer not in writer.layers:
+        expected = writer.layers.get(layer)
+        if expected is None:
             return "no_such_layer"
         if layer in writer.arrived:
             return "repeated"
-        expected = sum(box.elements // len(box.layers) for box in writer.boxes if layer in box.layers)
         if elements and elements != expected:  # 0: one that does not count them
             what = "a push wrote another part than the one that was announced"
             return ProtocolError(what, layer=layer, said=elements, expected=expected)
@@ -153,3 +155,12 @@ class Incoming:
         self._early.setdefault(number, []).append((kind, layer, value))
         self._early_count += 1
         return ""
+
+
+def _elements(boxes: Iterable[Box]) -> dict[int, int]:
+    """How many elements of each layer there are in boxes that do not overlap."""
+    found: dict[int, int] = {}
+    for box in boxes:
+        for layer in box.layers:
+            found[layer] = found.get(layer, 0) + box.elements // len(box.layers)
+    return found
