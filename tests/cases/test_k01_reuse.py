@@ -204,7 +204,7 @@ async def test_c07_a_layer_that_failed_fails_alone(nodes: Cluster) -> None:
     assert [layer for n, layer in enumerate(ended["layers"]) if n != 3] == wanted[:3] + wanted[4:]
 
 
-async def test_c98_bytes_are_promised_once_by_whatever_name() -> None:
+async def test_c101_bytes_are_promised_once_by_whatever_name() -> None:
     """The same memory by another order of regions, another registration or another block size is refused to a second
     request, for offers and pulls alike; what the first does not cover is not.
     """
