@@ -4,6 +4,7 @@
  * carries the cancelled flag by then), close the transports, which complete what is left. Only then may memory go. */
 #define _GNU_SOURCE
 #include "core/core.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -448,7 +449,7 @@ int kvx_engine_open(const kvx_engine_config *config, kvx_engine **engine_p, char
     if (status != KVX_OK) {
         return status;
     }
-    kvx_engine *engine = calloc(1, sizeof(*engine));
+    kvx_engine *engine = kvx_vault_take(sizeof(*engine)); /* it has the secrets of endpoints */
     if (engine == NULL) {
         return KVX_E_NOMEM;
     }
@@ -516,7 +517,7 @@ void kvx_engine_close(kvx_engine *engine) {
     pthread_cond_destroy(&core->pool_wake);
     pthread_mutex_destroy(&core->pool_lock);
     pthread_mutex_destroy(&core->lock);
-    free(engine);
+    kvx_vault_give(engine);
 }
 
 /* -- events ----------------------------------------------------------------------------------------------- */

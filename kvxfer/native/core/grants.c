@@ -4,6 +4,7 @@
  * bit keeps the box while mem_release is still being called on the slots: the first of them may answer from another
  * thread at once. */
 #include "core/core.h"
+#include "core/vault.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +15,7 @@ static void gauges(kvx_core *core) {
 
 static void box_free(grant_box *box) {
     kvx_blocks_free(box->grant.blocks);
-    free(box);
+    kvx_vault_give(box);
 }
 
 /* With the lock held: may there be another grant, as `wanted` describes it, of that region? */
@@ -56,7 +57,7 @@ static void enter(kvx_core *core, region_box *owner, grant_box *box, kvx_grant_i
 /* `blocks` is the grant's from now on, or freed. */
 static int create(kvx_engine *engine, uint64_t region, const kvx_grant *wanted, kvx_grant_info *info_p) {
     kvx_core *core = &engine->core;
-    grant_box *box = calloc(1, sizeof(*box) + core->slot_count * sizeof(box->links[0]));
+    grant_box *box = kvx_vault_take(sizeof(*box) + core->slot_count * sizeof(box->links[0]));
     if (box == NULL) {
         kvx_blocks_free(wanted->blocks);
         return KVX_E_NOMEM;

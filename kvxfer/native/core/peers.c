@@ -3,6 +3,7 @@
  * A handle leaves its table as soon as its user lets go or it failed; its box stays until the transport has forgotten
  * it too. */
 #include "core/core.h"
+#include "core/vault.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -52,7 +53,7 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
     if (transport >= core->slot_count) {
         return KVX_E_NO_TRANSPORT;
     }
-    peer_box *box = calloc(1, sizeof(*box));
+    peer_box *box = kvx_vault_take(sizeof(*box));
     if (box == NULL) {
         return KVX_E_NOMEM;
     }
@@ -77,7 +78,7 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
     }
     kvx_unlock(core);
     if (status != KVX_OK) {
-        free(box);
+        kvx_vault_give(box);
         return status;
     }
     kvx_slot *slot = &core->slots[transport];
@@ -89,7 +90,7 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
         kvx_ring_unreserve(&core->ring, PEER_EVENTS);
         gauges(core);
         kvx_unlock(core);
-        free(box);
+        kvx_vault_give(box);
         return status;
     }
     *peer_p = id;
@@ -187,7 +188,7 @@ static bool peer_end(kvx_core *core, peer_box *box, int status) {
         }
         import_unlink(core, import);
         KVX_ASSERT(box->imports != import);
-        free(import);
+        kvx_vault_give(import);
     }
     if (box->peer.token != 0) {
         signal |= answer_connect(core, box, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
@@ -207,7 +208,7 @@ static bool peer_end(kvx_core *core, peer_box *box, int status) {
     kvx_ring_unreserve(&core->ring, unused);
     kvx_table_remove(&core->peers, box->peer.id); /* unless the connect failed */
     gauges(core);
-    free(box);
+    kvx_vault_give(box);
     return signal;
 }
 
@@ -231,7 +232,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
     if (remote->length == 0) {
         return KVX_E_LENGTH;
     }
-    import_box *box = calloc(1, sizeof(*box));
+    import_box *box = kvx_vault_take(sizeof(*box));
     if (box == NULL) {
         return KVX_E_NOMEM;
     }
@@ -268,7 +269,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
     }
     kvx_unlock(core);
     if (status != KVX_OK) {
-        free(box);
+        kvx_vault_give(box);
         return status;
     }
     kvx_slot *slot = &core->slots[owner->slot];
@@ -279,7 +280,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
         import_unlink(core, box);
         kvx_ring_unreserve(&core->ring, 1);
         kvx_unlock(core);
-        free(box);
+        kvx_vault_give(box);
         return status;
     }
     *import_p = id;
@@ -465,7 +466,7 @@ void kvx_deferred_run(kvx_core *core) {
             kvx_lock(core);
             import_unlink(core, import);
             kvx_unlock(core);
-            free(import);
+            kvx_vault_give(import);
         } else if (peer != NULL) {
             kvx_slot *slot = &core->slots[peer->slot];
             slot->ops.peer_close(slot->transport, &peer->peer, NULL);

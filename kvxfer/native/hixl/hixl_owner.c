@@ -3,6 +3,7 @@
  * registered. A grant is quiet when every peer that was told has answered QUIET or DETACH, or its socket was closed at
  * its end. A host that fell silent has proved nothing: what it was told stays in quarantine. */
 #include "hixl/hixl.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -23,9 +24,9 @@ static bool attached_already(const hixl_transport *hixl, const hixl_conn *conn, 
 
 static bool attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant *grant) {
     hixl_transport *hixl = conn->hixl;
-    hixl_attach *attach = calloc(1, sizeof *attach);
+    hixl_attach *attach = kvx_vault_take(sizeof *attach);
     if (attach == NULL || !kvx_table_reserve(&conn->attached, 1) || !kvx_table_reserve(&hixl->grants, 1)) {
-        free(attach);
+        kvx_vault_give(attach);
         return false;
     }
     attach->conn = conn;
@@ -70,7 +71,7 @@ static void attach_end(hixl_transport *hixl, hixl_attach *attach) {
     if (attach->revoked != NULL && kvx_table_get(&hixl->grants, attach->grant) == NULL) {
         kvx_grant_quiet(hixl->core, hixl->slot, attach->revoked);
     }
-    free(attach);
+    kvx_vault_give(attach);
 }
 
 /* -- answers ------------------------------------------------------------------------------------------------------ */

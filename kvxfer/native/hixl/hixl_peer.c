@@ -3,6 +3,7 @@
  *
  * A lost connection is closed only when nothing of ours moves any more: its end is what tells the owner. */
 #include "hixl/hixl.h"
+#include "core/vault.h"
 #include "core/forks.h"
 
 #include <errno.h>
@@ -204,7 +205,7 @@ static void peer_free(hixl_peer *peer) {
     while (peer->imports != NULL) {
         hixl_import *import = peer->imports;
         peer->imports = import->next;
-        free(import);
+        kvx_vault_give(import);
     }
     kvx_table_free(&peer->by_handle);
     kvx_table_free(&peer->awaiting);
@@ -296,7 +297,7 @@ void kvx_hixl_peers_woken(hixl_transport *hixl) {
 int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
     hixl_transport *hixl = transport;
     hixl_peer *peer = kvx->peer->transport_data;
-    hixl_import *import = calloc(1, sizeof *import);
+    hixl_import *import = kvx_vault_take(sizeof *import);
     if (import == NULL) {
         return KVX_E_NOMEM;
     }
@@ -329,7 +330,7 @@ int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
     }
     pthread_mutex_unlock(&hixl->lock);
     if (status != KVX_PENDING) {
-        free(import);
+        kvx_vault_give(import);
     }
     return status;
 }
@@ -424,7 +425,7 @@ void kvx_hixl_import_end(hixl_import *import) {
     if (import->next != NULL) {
         import->next->previous = import->previous;
     }
-    free(import);
+    kvx_vault_give(import);
 }
 
 static int import_close(hixl_peer *peer, hixl_import *import) {

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "hixl/hixl.h"
+#include "core/vault.h"
 #include "core/forks.h"
 #include "tcp/tcp.h" /* for its addresses */
 
@@ -152,7 +153,7 @@ static void tune(int fd) {
 /* -- life --------------------------------------------------------------------------------------------------------- */
 
 hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd) {
-    hixl_conn *conn = calloc(1, sizeof *conn);
+    hixl_conn *conn = kvx_vault_take(sizeof *conn);
     if (conn == NULL) {
         return NULL;
     }
@@ -170,7 +171,7 @@ void kvx_hixl_conn_free(hixl_conn *conn) {
     kvx_table_free(&conn->attached);
     kvx_table_free(&conn->told);
     free(conn->tx);
-    free(conn);
+    kvx_vault_give(conn);
 }
 
 bool kvx_hixl_conn_watch(hixl_conn *conn, bool dialling) {

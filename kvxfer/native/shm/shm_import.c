@@ -1,6 +1,7 @@
 /* shm_import.c: grants of owners, from asking for them to giving them back. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <stddef.h>
@@ -52,7 +53,7 @@ void kvx_shm_shut(shm_import *import, int why) {
 int kvx_shm_mem_import(void *transport, kvx_import *kvx) {
     shm_transport *shm = transport;
     shm_peer *peer = kvx->peer->transport_data;
-    shm_import *import = calloc(1, sizeof(*import));
+    shm_import *import = kvx_vault_take(sizeof(*import));
     if (import == NULL) {
         return KVX_E_NOMEM;
     }
@@ -87,7 +88,7 @@ int kvx_shm_mem_import(void *transport, kvx_import *kvx) {
     }
     pthread_mutex_unlock(&shm->lock);
     if (status != KVX_PENDING) {
-        free(import);
+        kvx_vault_give(import);
     }
     return status;
 }
@@ -206,7 +207,7 @@ static void give_back(shm_import *import) {
             import->next->previous = import->previous;
         }
 #ifndef __clang_analyzer__ /* it cannot know that previous->next was this one, and finds it in the list again */
-        free(import);
+        kvx_vault_give(import);
 #endif
     }
     kvx_shm_todo(peer);
@@ -262,7 +263,7 @@ void kvx_shm_imports_free(shm_peer *peer) {
         kvx_shm_hide(import);
         kvx_shm_unview(import);
         kvx_shm_map_leave(import);
-        free(import);
+        kvx_vault_give(import);
     }
     kvx_shm_maps_forget(peer, 0);
     for (shm_map *map; (map = kvx_shm_map_unwanted(peer)) != NULL;) {

@@ -4,6 +4,7 @@
  * is no proof. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -29,10 +30,10 @@ static bool attached_already(const shm_transport *shm, const shm_link *link, uin
 
 static shm_attach *attach_new(shm_transport *shm, shm_link *link, const shm_message *message,
                               const kvx_access *access) {
-    shm_attach *attach = calloc(1, sizeof(*attach));
+    shm_attach *attach = kvx_vault_take(sizeof(*attach));
     if (attach == NULL || !kvx_table_reserve(&link->attached, 1) || !kvx_table_reserve(&link->regions, 1) ||
         !kvx_table_reserve(&shm->grants, 1)) {
-        free(attach);
+        kvx_vault_give(attach);
         return NULL;
     }
     attach->link = link;
@@ -75,7 +76,7 @@ static void attach_end(shm_transport *shm, shm_attach *attach, bool lost) {
     if (attach->revoked != NULL && kvx_table_get(&shm->grants, attach->grant) == NULL) {
         kvx_grant_quiet(shm->core, shm->slot, attach->revoked);
     }
-    free(attach);
+    kvx_vault_give(attach);
 }
 
 /* -- import ---------------------------------------------------------------------------------------------------------

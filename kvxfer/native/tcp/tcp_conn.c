@@ -5,6 +5,7 @@
  * rest of a payload, the trailer and the next head. A payload that must not be written any more is thrown away inside
  * the kernel (MSG_TRUNC). */
 #include "tcp/tcp.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -17,17 +18,17 @@
 #define RECEIVE_BYTES (2u << 20) /* in one recvmsg: how long a revoke or cancel may have to wait for us */
 
 tcp_conn *kvx_tcp_conn_new(tcp_transport *tcp, uint32_t role) {
-    tcp_conn *conn = calloc(1, sizeof *conn);
+    tcp_conn *conn = kvx_vault_take(sizeof *conn);
     if (conn == NULL) {
         return NULL;
     }
     if (role == KVX_STREAM_DIALLER) {
-        conn->requests = calloc(TCP_REQUESTS_MAX, sizeof *conn->requests);
+        conn->requests = kvx_vault_take(TCP_REQUESTS_MAX * sizeof *conn->requests);
     } else {
         conn->rx_segments = malloc(KVX_STREAM_SEGMENTS_MAX * sizeof *conn->rx_segments);
     }
     if (conn->requests == NULL && conn->rx_segments == NULL) {
-        free(conn);
+        kvx_vault_give(conn);
         return NULL;
     }
     conn->tcp = tcp;
@@ -52,7 +53,7 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
     while (conn->control_first != NULL) {
         tcp_control *control = conn->control_first;
         conn->control_first = control->next;
-        free(control);
+        kvx_vault_give(control);
     }
     kvx_tcp_pipe_free(&conn->lane);
     kvx_tcp_stage_free(&conn->tx_stage);
@@ -60,10 +61,10 @@ void kvx_tcp_conn_free(tcp_conn *conn) {
     kvx_tcp_seal_free(conn);
     pthread_mutex_destroy(&conn->tx_lock);
     pthread_mutex_destroy(&conn->rx_lock);
-    free(conn->requests);
+    kvx_vault_give(conn->requests);
     free(conn->rx_segments);
     free(conn->attached);
-    free(conn);
+    kvx_vault_give(conn);
 }
 
 void kvx_tcp_conn_deadline(tcp_conn *conn, uint64_t deadline_ms) {

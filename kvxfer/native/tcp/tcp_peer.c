@@ -6,6 +6,7 @@
  * thread only, its home. An import proves the key on every stream, and learns there that the owner holds it too, before
  * any payload is sent. */
 #include "tcp/tcp.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -186,7 +187,7 @@ static void control_push(tcp_conn *conn, tcp_control *control) {
 }
 
 static tcp_control *control_new(uint8_t type, kvx_import *import) {
-    tcp_control *control = calloc(1, sizeof *control);
+    tcp_control *control = kvx_vault_take(sizeof *control);
     if (control == NULL) {
         return NULL;
     }
@@ -231,7 +232,7 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
     pthread_mutex_unlock(&peer->lock);
     if (status != KVX_PENDING) {
         for (uint32_t i = 0; i < streams; i++) {
-            free(controls[i]);
+            kvx_vault_give(controls[i]);
         }
         free(state);
     }
@@ -282,7 +283,7 @@ static int import_close(tcp_peer *peer, kvx_import *import) {
     }
     pthread_mutex_unlock(&peer->lock);
     for (uint32_t i = 0; i < streams; i++) {
-        free(controls[i]);
+        kvx_vault_give(controls[i]);
     }
     import->transport_data = NULL;
     free(state);

@@ -9,6 +9,7 @@
  * holds. Its tag is verified after that; if it is wrong the connection ends and with it the op. Everything else is
  * opened in place, and only looked at when its tag was right. */
 #include "tcp/tcp.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -33,11 +34,10 @@ struct tcp_seal {
 
 bool kvx_tcp_seal_make(tcp_conn *conn) {
     const kvx_libcrypto *api = kvx_libcrypto_get(NULL, 0);
-    conn->seal = api == NULL ? NULL : malloc(sizeof *conn->seal);
+    conn->seal = api == NULL ? NULL : kvx_vault_take(sizeof *conn->seal);
     if (conn->seal == NULL) {
         return false;
     }
-    memset(conn->seal, 0, offsetof(tcp_seal, out)); /* the buffers take no memory before they are used */
     conn->hello.version = KVX_STREAM_VERSION_SEALED;
     conn->rx.version = KVX_STREAM_VERSION_SEALED;
     return kvx_seal_begin(&conn->seal->keys, api, conn->hello.share);
@@ -46,7 +46,7 @@ bool kvx_tcp_seal_make(tcp_conn *conn) {
 void kvx_tcp_seal_free(tcp_conn *conn) {
     if (conn->seal != NULL) {
         kvx_seal_end(&conn->seal->keys);
-        free(conn->seal);
+        kvx_vault_give(conn->seal);
     }
 }
 

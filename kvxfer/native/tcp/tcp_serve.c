@@ -6,6 +6,7 @@
  * held from the check until the last byte was written or sent, or until the grant is revoked or the connection ends;
  * all of it on the connection's own thread. */
 #include "tcp/tcp.h"
+#include "core/vault.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -94,7 +95,7 @@ static void acknowledge(tcp_conn *conn, int status, uint32_t segment, const uint
     if (appended) {
         return;
     }
-    tcp_answer *answer = calloc(1, sizeof *answer);
+    tcp_answer *answer = kvx_vault_take(sizeof *answer);
     if (answer == NULL) {
         kvx_tcp_conn_end(conn, KVX_E_NOMEM, 0, true);
         return;
@@ -129,7 +130,7 @@ bool kvx_tcp_serve_next(tcp_conn *conn) {
         conn->answers--;
         if (answer->frame.type == KVX_FRAME_ACK) {
             kvx_tcp_tx_append(conn, &answer->frame, answer->frame.flags & KVX_FRAME_F_BARE ? NULL : answer->key);
-            free(answer);
+            kvx_vault_give(answer);
             while (
                 (answer = conn->answer_first) != NULL && answer->frame.type == KVX_FRAME_ACK &&
                 kvx_tcp_tx_append(conn, &answer->frame, answer->frame.flags & KVX_FRAME_F_BARE ? NULL : answer->key)) {
@@ -138,7 +139,7 @@ bool kvx_tcp_serve_next(tcp_conn *conn) {
                     conn->answer_last = NULL;
                 }
                 conn->answers--;
-                free(answer);
+                kvx_vault_give(answer);
             }
             break;
         }
@@ -168,7 +169,7 @@ void kvx_tcp_serve_sent(tcp_conn *conn) {
         if (conn->tx.status == KVX_OK) {
             KVX_COUNT(conn->tcp->counters, served_get_bytes, answer->frame.length);
         }
-        free(answer);
+        kvx_vault_give(answer);
     }
     /* tx_lock is held: parsing on has to wait for kvx_tcp_serve_wake */
 }
@@ -262,7 +263,7 @@ static void serve_get(tcp_conn *conn) {
         return;
     }
     const kvx_frame *frame = &conn->rx.frame;
-    tcp_answer *answer = malloc(sizeof *answer + frame->segments * sizeof answer->segments[0]);
+    tcp_answer *answer = kvx_vault_take(sizeof *answer + frame->segments * sizeof answer->segments[0]);
     if (answer == NULL) {
         kvx_access_end(core_of(conn), &access);
         acknowledge(conn, KVX_E_NOMEM, KVX_SEGMENT_UNKNOWN, key);
@@ -452,7 +453,7 @@ void kvx_tcp_serve_end(tcp_conn *conn) {
         if (answer->holds) {
             kvx_access_end(tcp->core, &answer->access);
         }
-        free(answer);
+        kvx_vault_give(answer);
     }
     conn->answer_last = NULL;
     for (uint32_t i = 0; i < conn->attached_count && conn->stream == 0; i++) {

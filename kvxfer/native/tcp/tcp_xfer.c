@@ -7,6 +7,7 @@
  * lets go of gets at once (their data is thrown away when it comes) and waits for puts, since only the owner's answer
  * or a reset proves that no byte will follow. */
 #include "tcp/tcp.h"
+#include "core/vault.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -297,7 +298,7 @@ static void start_control(tcp_conn *conn, tcp_control *control) {
     kvx_frame_encode(&frame, conn->tx.head);
     kvx_tcp_tx_start(conn, control->key, KVX_STREAM_HEADER_BYTES, NULL);
     conn->sending = request;
-    free(control);
+    kvx_vault_give(control);
 }
 
 static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t *length_p) {
@@ -646,7 +647,7 @@ void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno) {
         if (control->import != NULL) {
             kvx_tcp_import_settle(conn, control->import, status, sys_errno);
         }
-        free(control);
+        kvx_vault_give(control);
     }
 }
 

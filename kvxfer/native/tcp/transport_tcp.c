@@ -6,6 +6,7 @@
  * for who owns what. */
 #define _GNU_SOURCE
 #include "tcp/tcp.h"
+#include "core/vault.h"
 #include "core/forks.h"
 
 #include <errno.h>
@@ -384,7 +385,7 @@ static void threads_free(tcp_transport *tcp) {
     pthread_mutex_destroy(&tcp->lock);
     kvx_tcp_admit_free(tcp);
     pthread_mutex_destroy(&tcp->revoke_lock);
-    free(tcp);
+    kvx_vault_give(tcp);
 }
 
 static bool watch(int epoll_fd, int fd, void *what) {
@@ -419,7 +420,7 @@ static int encryption_open(tcp_transport *tcp, char *why, size_t why_size) {
 
 static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *config, void **transport_p, char *why,
                     size_t why_size) {
-    tcp_transport *tcp = calloc(1, sizeof *tcp);
+    tcp_transport *tcp = kvx_vault_take(sizeof *tcp);
     if (tcp == NULL) {
         snprintf(why, why_size, "tcp: out of memory");
         return KVX_E_NOMEM;
