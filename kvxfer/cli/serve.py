@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         log.warning("%s", warning)
     raise_descriptor_limit()
+    if not loaded.config.core_dumps:
+        forbid_core_dumps()
     peers = [peer.split(",") for peer in args.peer]
     work = serve(loaded.config, peers=peers, as_json=args.json, wait_for_peers=args.wait_for_peers)
     uvloop.run(work)
@@ -63,6 +65,16 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def forbid_core_dumps() -> None:
+    """Python's memory holds the node's secrets, and nothing of it can be left out of a dump.
+
+    A limit of one byte is too small for a file, and the one value for which the kernel does not start a program that
+    takes dumps either (core(5): a pattern that begins with ``|``). The hard limit stays.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 
 async def serve(config: Config, *, peers: list[list[str]], as_json: bool, wait_for_peers: bool = False) -> None:

@@ -103,6 +103,9 @@ class Config:
     http_allow_remote: bool = _option(
         "bool", False, "Allow `http` on an address that other hosts reach: it has no login."
     )
+    core_dumps: bool = _option(
+        "bool", False, "A crash of `kvxfer serve` may leave a core dump. It would hold the secrets of the node."
+    )
     socket_dir: str = _text(
         "",
         "Directory of the daemon's Unix socket; empty: $XDG_RUNTIME_DIR/kvxfer, else /tmp/kvxfer-<uid>.",

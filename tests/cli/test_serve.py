@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -193,3 +194,33 @@ def test_silent_peer_does_not_delay_the_end(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(2 * slack()) == 0
             connection.close()
+
+
+CRASH = """
+import os, resource, signal, sys
+from kvxfer.cli.serve import forbid_core_dumps
+_, hard = resource.getrlimit(resource.RLIMIT_CORE)
+resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+forbid_core_dumps()
+assert resource.getrlimit(resource.RLIMIT_CORE)[1] == hard
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_crash_leaves_no_secrets_behind(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CRASH], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    _, status = os.waitpid(child.pid, 0)
+    child.returncode = status  # waited for here, since Popen does not tell the bit
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    assert not os.WCOREDUMP(status)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [(), ("--core-dumps", "true")], ids=["as it is", "asked for"])
+def test_core_dumps_of_a_daemon_have_to_be_asked_for(tmp_path: Path, words: tuple[str, ...]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    with daemon(tmp_path, *words) as (process, _):
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
+        assert hard == before[1]
+        assert soft == (before[0] if words else 0 if hard == 0 else 1)
