@@ -20,7 +20,15 @@ from kvxfer.config import Config
 from kvxfer.coverage import Box
 from kvxfer.deadline import ANSWER, CONNECTING, Deadline
 from kvxfer.descriptors import Ticket
-from kvxfer.errors import ClosedError, ConfigError, DaemonUnavailable, KvxferError, PeerDraining, ProtocolError
+from kvxfer.errors import (
+    ClosedError,
+    ConfigError,
+    DaemonUnavailable,
+    KvxferError,
+    PeerDraining,
+    ProtocolError,
+    TransferTimeout,
+)
 from kvxfer.flows.untold import Untold
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import TaskOwner, shared
@@ -72,6 +80,11 @@ class ClaimHandle:
     boxes: tuple[Box, ...] = ()  # what it writes of an offer; none: the daemon of the offer does not say
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listening:
+    callback: Callable[[m.Delivery], None]
+
+
 class Control:
     """The link, the postings and the claims of one worker."""
 
@@ -91,7 +104,7 @@ class Control:
         self._reconnecting = False
         self._untold = Untold(self._loop_time, limit=UNSENT_MAX, keep_s=config.lease_s_max)
         self._early: OrderedDict[tuple[str, int], list[m.PostingEvent]] = OrderedDict()
-        self._deliveries: dict[str, Callable[[m.Delivery], None]] = {}
+        self._deliveries: dict[str, _Listening] = {}
         self.node_id = ""
         self.incarnation = ""
         self.addresses: tuple[str, ...] = ()
@@ -384,20 +397,45 @@ class Control:
     # -- small messages -------------------------------------------------------------------------------------------
 
     async def listen(self, channel: str, callback: Callable[[m.Delivery], None], deadline: Deadline) -> None:
-        """Receive what is sent to a channel of this node."""
-        self._deliveries[channel] = callback
+        """Receive what is sent to a channel of this node. Given up: what the daemon delivers until it hears of that is
+        received all the same.
+        """
+        mine = self._deliveries[channel] = _Listening(callback)
         try:
             await self.request(m.Listen(channel=channel), deadline)
-        except BaseException:
-            self._deliveries.pop(channel, None)
+        except (asyncio.CancelledError, TransferTimeout):
+            self._unlisten_in_background(channel, mine)
             raise
+        except BaseException:
+            self._stop_listening(channel, mine)
+            raise
+
+    def _unlisten_in_background(self, channel: str, mine: _Listening) -> None:
+        try:
+            if self._link is None:
+                raise DaemonUnavailable("there is no link to the local daemon", peer=self._path)
+            self._link.notify(m.Unlisten(channel=channel), lambda _: self._stop_listening(channel, mine))
+        except KvxferError:
+            self._stop_listening(channel, mine)  # the link's end has stopped it, or it cannot be said
+
+    def _stop_listening(self, channel: str, mine: _Listening) -> None:
+        if self._deliveries.get(channel) is mine:  # else somebody listens again
+            del self._deliveries[channel]
 
     async def unlisten(self, channel: str, deadline: Deadline) -> None:
         """Stop it. What was on its way is still delivered; failing that, the link's end has stopped it."""
+        mine = self._deliveries.get(channel)
+        if mine is None:
+            return
         try:
             await self.request(m.Unlisten(channel=channel), deadline)
-        finally:
-            self._deliveries.pop(channel, None)
+        except (asyncio.CancelledError, TransferTimeout):
+            self._unlisten_in_background(channel, mine)
+            raise
+        except BaseException:
+            self._stop_listening(channel, mine)
+            raise
+        self._stop_listening(channel, mine)
 
     # -- incoming ---------------------------------------------------------------------------------------------------
 
@@ -405,9 +443,9 @@ class Control:
         if isinstance(message, m.PostingEvent):
             self._on_posting_event(message)
         elif isinstance(message, m.Delivery):
-            callback = self._deliveries.get(message.channel)
-            if callback is not None:
-                _tell(callback, message)
+            listening = self._deliveries.get(message.channel)
+            if listening is not None:
+                _tell(listening.callback, message)
             else:
                 self.unexpected_events += 1
         else:

@@ -233,6 +233,23 @@ async def test_a_renewal_whose_answer_came_late_withdraws_nothing(tmp_path: Path
         assert one.server.registry.counts().postings == posted
 
 
+async def test_mail_that_comes_after_its_receiver_gave_up_is_kept_for_the_next(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        client, dispatcher = one.client, one.server.dispatcher
+        await client.send((), "c", b"first")
+        send = dispatcher._send
+        dispatcher._send = lambda *what: asyncio.get_running_loop().call_later(0.1, send, *what)  # type: ignore[method-assign,assignment]
+        received: list[m.Delivery] = []
+        with pytest.raises(TransferTimeout):
+            await client.control.listen("c", received.append, Deadline.after(0.02))
+        await until(lambda: received)
+        dispatcher._send = send  # type: ignore[method-assign]
+        assert received[0].data == b"first"
+        await until(lambda: not client.control._deliveries)
+        await client.send((), "c", b"second")  # nobody listens any more: the daemon keeps it
+        assert await client.recv("c", timeout=5) == b"second"
+
+
 async def test_a_listener_that_raises_does_not_cost_the_link(tmp_path: Path) -> None:
     async with node(tmp_path) as one:
         complaints: list[Any] = []
