@@ -494,7 +494,7 @@ class Link(asyncio.Protocol):
                 return False
             if message is None:
                 self._arm()
-                self._unfinished()
+                self._count_received()
                 return False
             self._do(self._session.receive(message, self._loop.time()))
             if decoder.buffered < left or self._loop.time() >= ends_at:
@@ -507,19 +507,22 @@ class Link(asyncio.Protocol):
             self._waits_for_turn = True
             if self._transport is not None:
                 self._transport.pause_reading()
+            self._count_received()
         if self._queues is None:
             self._loop.call_soon(self._next_turn)
         elif self._queues.line_up(self):
             self._loop.call_soon(_turn, self._loop, self._queues, self.account)
 
-    def _unfinished(self) -> None:
-        """What is left is the beginning of a message. Who leaves too many of them unfinished loses the longest."""
-        if self._queues is None or not self.ready.done():
+    def _count_received(self) -> None:
+        """What is left is the beginning of a message, or waits for its turn. A node of which too much lies here loses
+        the connection with most of it.
+        """
+        if self._queues is None or not self.ready.done() or self.closed.done():
             return
         longest = self._queues.received(self, self._decoder.buffered)
         if isinstance(longest, Link):
-            log.warning("%s: too much of unfinished messages lies on the connections of its node", longest.name)
-            longest.abort("too much of unfinished messages lies on all connections")
+            log.warning("%s: too much that is not handled yet lies on the connections of its node", longest.name)
+            longest.abort("too much that is not handled yet lies on all connections")
 
     def _next_turn(self) -> None:
         if self.gone.done():
