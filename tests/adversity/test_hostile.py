@@ -120,9 +120,10 @@ async def test_valid_frames_cut_and_flipped(victim: Target) -> None:
 
 async def test_slow_and_idle_connections_keep_nobody_out(victim: Target) -> None:
     held: list[asyncio.StreamWriter] = []
+    addresses = list(victim.listeners.values())  # asked once: the kernel lists every socket of the machine
 
     async def drip(number: int) -> None:
-        address = list(victim.listeners.values())[number % 4]
+        address = addresses[number % 4]
         with contextlib.suppress(OSError):
             _, writer = await connect(address)
             held.append(writer)
