@@ -12,10 +12,10 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,7 +28,8 @@ for _place in (HERE.parent, HERE):  # a checkout needs no installation
     if str(_place) not in sys.path:
         sys.path.insert(0, str(_place))
 
-from kvxfer.errors import KvxferError  # noqa: E402
+from kvxfer.config.paths import make_scratch_dir  # noqa: E402
+from kvxfer.errors import ConfigError, KvxferError  # noqa: E402
 from kvxfer.testing.processes import Process, daemon, python_process  # noqa: E402
 from kvxfer.testing.worker import Remote, WorkerFailed  # noqa: E402
 
@@ -37,7 +38,6 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THRE
 TABLE_SEEDS = {"prefill": 11, "decode": 22}  # which blocks of its pool hold the request, on each side
 CARDS = {"prefill": 0, "decode": 1}  # with --memory hbm; where there is only one card both use it
 STDERR_LINES = 20
-PLACE_CHARS_MAX = 48  # of the temporary directory: the path of a Unix socket must be short
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,11 @@ async def cluster(args: argparse.Namespace, progress: Progress) -> AsyncIterator
     """Two daemons with a worker each. All four, and their directory, are gone when the block is left."""
     processes: list[Process] = []
     async with AsyncExitStack() as stack:
-        place = tempfile.gettempdir()
-        place = place if len(place) <= PLACE_CHARS_MAX else "/tmp"
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-demo-", dir=place)))
+        try:
+            scratch = make_scratch_dir("kvxfer-demo-", below="/daemon-a")
+        except ConfigError as nowhere:
+            raise Failed(str(nowhere)) from nowhere
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.callback(progress.end)
         try:
             progress.step("starting daemons A and B")

@@ -15,7 +15,6 @@ import resource
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,8 +27,8 @@ from typing import Any
 import msgpack
 
 from kvxfer.addresses import format_address, parse_address
-from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
-from kvxfer.config.paths import daemon_socket, ensure_socket_dir, socket_dir
+from kvxfer.config import Config
+from kvxfer.config.paths import daemon_socket, ensure_socket_dir, make_scratch_dir, socket_dir
 from kvxfer.daemon.acceptor import Acceptor
 from kvxfer.daemon.allow import Allowed
 from kvxfer.daemon.dispatch import Dispatcher
@@ -57,7 +56,6 @@ from kvxfer.wire.session import VERSIONS, Facts
 
 PING_KEY, PING_DEVICE_KEY, PING_BYTES = "kvxfer.ping", "kvxfer.ping.device", 1 << 20
 EMBEDDED_PREFIX = "kvxfer-local-"
-EMBEDDED_PATH_CHARS = len(EMBEDDED_PREFIX) + 9  # with a slash and what mkdtemp adds
 WORKERS_CEILING = 4096  # of the option workers_max
 LINKS_SHARE = 0.25  # of this process's descriptors, for each of peers and workers; memory and data need the others
 WORKER_DEAD_S_MAX = 60.0
@@ -189,12 +187,9 @@ class Server:
     def _make_directory(self) -> Path:
         if not self._embedded:
             return ensure_socket_dir(socket_dir(self.config), shared=bool(self.config.socket_uids))
-        place = tempfile.gettempdir()
-        if len(place) + EMBEDDED_PATH_CHARS > SOCKET_DIR_CHARS_MAX:  # sockets need a short path
-            place = "/tmp"
-        remove_dead_directories(Path(place), EMBEDDED_PREFIX)
-        directory = Path(tempfile.mkdtemp(prefix=EMBEDDED_PREFIX, dir=place))
+        directory = make_scratch_dir(EMBEDDED_PREFIX)
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        remove_dead_directories(directory.parent, EMBEDDED_PREFIX)
         return directory
 
     def _bind(self, key: str, text: str) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
 from kvxfer.errors import ConfigError
 
 SOCKET_NAME = "kvxferd.sock"
+SHARED_MEMORY = "/dev/shm"
+SCRATCH_SUFFIX_CHARS = 9  # a slash and what mkdtemp adds
 
 
 def socket_dir(config: Config, env: Mapping[str, str] | None = None) -> Path:
@@ -76,6 +79,34 @@ def ensure_socket_dir(path: Path, *, shared: bool = False) -> Path:
     if shared and not path.stat().st_mode & 0o011:  # it was made for something else before, such as this user's secret
         path.chmod(0o711)
     return path
+
+
+def make_scratch_dir(prefix: str, env: Mapping[str, str] | None = None, *, below: str = "") -> Path:
+    """A fresh directory (mode 0700) for what ends with this process, short enough for sockets in it, or in ``below``.
+
+    Where temporary files lie, else in the user's runtime directory, else in shared memory, which can be written where
+    the root is read-only. Raises `ConfigError` that says what was tried.
+    """
+    tried = []
+    for place in _scratch_places(os.environ if env is None else env):
+        if len(place) + len(prefix) + SCRATCH_SUFFIX_CHARS + len(below) > SOCKET_DIR_CHARS_MAX:
+            tried.append(f"{place}: too long for a socket")
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        except OSError as error:
+            tried.append(f"{place}: {error.strerror}")
+    why = f"there is no place for a socket directory that ends with this process: {'; '.join(tried)}"
+    raise ConfigError(why, key="socket_dir", hint="set TMPDIR to a directory that this user can write")
+
+
+def _scratch_places(env: Mapping[str, str]) -> tuple[str, ...]:
+    try:
+        usual = tempfile.gettempdir()
+    except OSError:  # it has tried all that it knows
+        usual = env.get("TMPDIR") or "/tmp"
+    runtime = env.get("XDG_RUNTIME_DIR", "")
+    return tuple(dict.fromkeys((usual, "/tmp", *((runtime,) if runtime.startswith("/") else ()), SHARED_MEMORY)))
 
 
 def check_socket_dir(path: Path, *, shared: bool = False) -> None:

@@ -97,7 +97,7 @@ def _directory_error(directory: Path) -> str:
         check_socket_dir(directory)
     except ConfigError as failure:
         return failure.message
-    return ""
+    return "" if os.access(directory, os.W_OK | os.X_OK) else f"{directory}: this user may not write there"
 
 
 def _user_secret(config: Config) -> tuple[str, bool, str]:

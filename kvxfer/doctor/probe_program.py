@@ -7,15 +7,15 @@ import platform
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from kvxfer.config import TRANSPORTS, Config
+from kvxfer.config.paths import make_scratch_dir
 from kvxfer.daemon.identity import package_version
 from kvxfer.doctor.facts import Program, Transport
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConfigError, KvxferError
 
 PACKAGES = ("cffi", "msgpack", "numpy", "prometheus-client", "uvloop")
 LOCAL = "loop"  # opens everywhere, so that an engine opens when nothing else does
@@ -57,7 +57,15 @@ def probe_transports(config: Config, origins: Mapping[str, str]) -> tuple[Transp
 
     listed = {name.removeprefix("fault+") for name in names_of(config.transports)}
     chosen = origins.get("transports", "default") != "default"
-    place = tempfile.mkdtemp(prefix="kvxfer-doctor-")
+    try:
+        place = str(make_scratch_dir("kvxfer-doctor-"))
+    except ConfigError as nowhere:
+        why = f"not tried: {nowhere.message}"
+        return tuple(
+            Transport(name=name, error=why, listed=name in listed, wanted=chosen and name in listed)
+            for name in TRANSPORTS
+            if name != LOCAL
+        )
     try:
         return tuple(
             replace(_opened(name, config, place), listed=name in listed, wanted=chosen and name in listed)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config
+from kvxfer.config import SOCKET_DIR_CHARS_MAX, Config, paths
 from kvxfer.config.paths import (
     check_socket_dir,
     counters_path,
     daemon_socket,
     engine_dir,
     ensure_socket_dir,
+    make_scratch_dir,
     socket_dir,
 )
 from kvxfer.errors import ConfigError
@@ -113,3 +115,28 @@ def test_a_shared_directory_lets_others_pass_and_nothing_else(tmp_path: Path) ->
         made.chmod(mode)
         with pytest.raises(ConfigError, match="others may enter"):
             ensure_socket_dir(made, shared=True)
+
+
+def test_a_directory_that_ends_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "t"
+    short.mkdir()
+    runtime = {"XDG_RUNTIME_DIR": str(short)}
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    made = make_scratch_dir("x-", {})
+    assert made.parent == short
+    assert made.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "d" * SOCKET_DIR_CHARS_MAX)
+    elsewhere = make_scratch_dir("x-", {})
+    assert elsewhere.parent == Path("/tmp"), "sockets need a short path"
+    elsewhere.rmdir()
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    monkeypatch.setattr(paths, "_scratch_places", lambda env: ("/proc", *runtime.values()))
+    assert make_scratch_dir("x-", runtime).parent == short
+    monkeypatch.setattr(paths, "_scratch_places", lambda env: ("/proc", "/" + "d" * SOCKET_DIR_CHARS_MAX))
+    with pytest.raises(ConfigError, match=r"no place for a socket directory.*/proc: .*; /d+: too long") as refused:
+        make_scratch_dir("x-", {})
+    assert "TMPDIR" in str(refused.value.hint)
