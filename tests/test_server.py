@@ -572,8 +572,9 @@ async def test_a_node_has_one_turn_of_the_loop_however_many_connections_flood(mo
     monkeypatch.setattr(link_module, "TURN_S", 60.0)
     async with node() as server:
         about = LinkFacts(role="peer", node_id="e" * 32)
-        links = [await Link.dial(server.addresses, about, small()) for _ in range(8)]
-        other = await Link.dial(server.addresses, LinkFacts(role="peer", node_id="f" * 32), small())
+        known, somebody = server.credentials, LinkFacts(role="peer", node_id="f" * 32)
+        links = [await Link.dial(server.addresses, about, small(), credentials=known) for _ in range(8)]
+        other = await Link.dial(server.addresses, somebody, small(), credentials=known)
         accepted = [link for link in server.peers.links if link.peer.node_id == "e" * 32]
         assert len(accepted) == 8
         turns: list[Link] = []
