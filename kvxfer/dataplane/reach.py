@@ -12,7 +12,8 @@ import asyncio
 import errno
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvxfer.config import Config
@@ -59,6 +60,8 @@ from kvxfer.errors import (
 from kvxfer.native.engine import Engine, Event, TransportInfo
 from kvxfer.native.facts import ChoiceKind, MemoryKind
 from kvxfer.native.status import error_for
+from kvxfer.net.dial import STAGGER_S
+from kvxfer.net.race import Failures, first_success
 from kvxfer.tasks import TaskOwner, shared
 
 IMPORTS_IDLE_MAX = 4096
@@ -215,17 +218,19 @@ class Reach:
             if verdict is not None:
                 passed.append(verdict)
                 continue
-            for endpoint in descriptor.endpoints[info.name]:
+            endpoints, failures = await self._answering(descriptor, info)
+            for endpoint in endpoints:
                 try:
                     found = await self._shared_import((key, info.index), info, endpoint, descriptor, need.mapped)
                 except (PeerError, ProtocolError, TransportError) as error:
-                    kind = ChoiceKind.REFUSED if isinstance(error, TransportError) else ChoiceKind.UNREACHABLE
-                    passed.append(PassedOver(info, kind, f"{info.name} {endpoint}: {error.message}"))
-                    tells = isinstance(error, ResourceExhausted | PeerIncarnationMismatch | EncryptionMismatch)
-                    telling = error if tells and not isinstance(telling, ResourceExhausted) else telling
+                    failures[endpoint] = error
                     continue
-                self._remember(need, found, passed)
+                self._remember(need, found, [*passed, *_passed_over(info, failures)])
                 return found
+            passed += _passed_over(info, failures)
+            for failure in failures.values():
+                tells = isinstance(failure, ResourceExhausted | PeerIncarnationMismatch | EncryptionMismatch)
+                telling = failure if tells and not isinstance(telling, ResourceExhausted) else telling
         self._count(passed)
         if telling is not None:
             raise telling
@@ -248,6 +253,39 @@ class Reach:
             it_offers=", ".join(descriptor.endpoints),
             we_have=", ".join(info.name for info in self._transports),
         )
+
+    async def _answering(
+        self, descriptor: RemoteDescriptor, info: TransportInfo
+    ) -> tuple[list[str], dict[str, KvxferError]]:
+        """The owner's addresses in the order to try: one with a connection, or the first that answers; and why others
+        do not. Attempts are staggered as those of the control path, so that a mute address costs no time-out.
+        """
+        endpoints = list(descriptor.endpoints[info.name])
+        places = {endpoint: place_of(descriptor, info, endpoint) for endpoint in endpoints}
+        known = next((endpoint for endpoint, place in places.items() if place in self._routes), None)
+        if len(endpoints) == 1 or known is not None or self.idle.crowded:
+            return sorted(endpoints, key=lambda one: one != known), {}
+        attempts = [(one, partial(self._route, place, info)) for one, place in places.items()]
+        failures: Failures = {}
+        winner = await first_success(attempts, stagger_s=STAGGER_S, discard=self._spare, failures=failures)
+        for one, place in places.items():
+            late = self._connecting.get(place)
+            if late is not None and (winner is None or one != winner.endpoint):
+                late.add_done_callback(self._came_late)
+        told = {one: error for one, error in failures.items() if isinstance(error, KvxferError)}
+        if any(isinstance(error, ResourceExhausted) for error in told.values()):
+            return endpoints, {}  # one after the other, and idle connections make room
+        left = [one for one in endpoints if one not in told]
+        return sorted(left, key=lambda one: winner is None or one != winner.endpoint), told
+
+    def _came_late(self, done: asyncio.Task[Route]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._spare(done.result())
+
+    def _spare(self, route: Route) -> None:
+        """Another address was faster; nobody has begun to use this one."""
+        if route.fresh and not route.down:
+            self._give_up(route)
 
     def _missing(self, descriptor: RemoteDescriptor) -> list[PassedOver]:
         """What the owner offers, and this machine was asked for but does not have."""
@@ -542,6 +580,14 @@ class Reach:
                 self.drop(found)
         if not route.held:
             self.engine.close_peer(peer)
+
+
+def _passed_over(info: TransportInfo, failures: Mapping[str, KvxferError]) -> list[PassedOver]:
+    kinds = {True: ChoiceKind.REFUSED, False: ChoiceKind.UNREACHABLE}
+    return [
+        PassedOver(info, kinds[isinstance(error, TransportError)], f"{info.name} {endpoint}: {error.message}")
+        for endpoint, error in failures.items()
+    ]
 
 
 def _forget_task(table: dict[K, asyncio.Task[T]], key: K, done: asyncio.Task[T]) -> None:
