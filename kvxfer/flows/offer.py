@@ -29,7 +29,7 @@ from kvxfer.errors import (
     UsageError,
     ended_by_other,
 )
-from kvxfer.flows.control import PostingHandle
+from kvxfer.flows.control import ClaimHandle, PostingHandle
 from kvxfer.flows.exchange import Posting
 from kvxfer.flows.incoming import Incoming, Writer
 from kvxfer.geometry import BlockTable
@@ -68,6 +68,8 @@ class Landing:
         sources: int | None = None,
         private: bool = False,
     ) -> None:
+        if not isinstance(table, BlockTable):
+            raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
         good = sources is None or (isinstance(sources, int) and not isinstance(sources, bool) and sources >= 1)
         if not good:
             value = repr(sources)[:20]
@@ -226,6 +228,14 @@ class Landing:
         if found and not isinstance(found, KvxferError):
             self._unexpected(tag.kind, found)
         self._learned(found if isinstance(found, KvxferError) else None)
+        if tag.kind == tags.COMMIT and not found and not self.committed:
+            self._settle(tag.claim)
+
+    def _settle(self, claim: int) -> None:
+        """The part of this claim is here and others are not: it is over, even if its pusher dies before it says so."""
+        if self._posting is not None and claim in self._incoming.writers:
+            handle = ClaimHandle((), self._posting.posting, claim)
+            self._client.control.settle_in_background(handle, "done", None)
 
     def _learned(self, error: KvxferError | None) -> None:
         """Something arrived, or was announced: layers may be whole now, or all is committed, or it has failed."""

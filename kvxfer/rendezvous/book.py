@@ -31,6 +31,7 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Link, Notify, Posted, Refused
 from kvxfer.rendezvous.postings import (
     AGAIN_WAIT_S,
+    COPIES_S,
     FOUND_BY_KEY,
     SINGLE_USE,
     Claim,
@@ -232,10 +233,10 @@ class Book:
             return self._match(now, posting, party, rid, engine_id, boxes)
         line: Line = ("", "", posting_id) if posting_id else (party.namespace, kind, key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
-        if self._written(self._ended.last(line), boxes, engine_id):
+        if self._copied(now, line, boxes, engine_id):
             wait_s = min(wait_s, AGAIN_WAIT_S)
         if wait_s == 0:
-            return [self._not_served(party, rid, line, why, boxes, engine_id)]
+            return [self._not_served(now, party, rid, line, why, boxes, engine_id)]
         waiter = self._waiting.enter(party, rid, line, engine_id, why, boxes)
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
@@ -340,7 +341,7 @@ class Book:
             if waiter is not None:
                 self._drop_waiter(waiter)
                 left = (waiter.line, waiter.why, waiter.boxes, waiter.engine_id)
-                actions.append(self._not_served(waiter.party, waiter.rid, *left))
+                actions.append(self._not_served(now, waiter.party, waiter.rid, *left))
             elif posting is not None and what == "orphan":
                 actions += self.claimant_lost(now, posting.claims[number])
             elif posting is not None and what == "posting":
@@ -411,15 +412,20 @@ class Book:
         return self._by_key.get(line)
 
     def _not_served(
-        self, party: Party, rid: int, line: Line, why: str, boxes: tuple[Box, ...], engine_id: str
+        self, now: float, party: Party, rid: int, line: Line, why: str, boxes: tuple[Box, ...], engine_id: str
     ) -> Action:
         """The end of a claim that found nothing. If others wrote its part of the last offer, that is a success."""
-        if self._written(self._ended.last(line), boxes, engine_id):
+        if self._copied(now, line, boxes, engine_id):
             return self._nothing_to_do(party, rid, self._ended.last_id(line))
         return Refused(link=party.link, rid=rid, error=not_served(line, why))
 
     def _written(self, ended: Ended | None, boxes: tuple[Box, ...], engine_id: str) -> bool:
         return ended is not None and ended.covers(boxes, engine_id)
+
+    def _copied(self, now: float, line: Line, boxes: tuple[Box, ...], engine_id: str) -> bool:
+        """Whether others wrote all of it for the last offer with this key, and that was committed just now."""
+        last = self._ended.last(line)
+        return last is not None and now - last.at < COPIES_S and self._written(last, boxes, engine_id)
 
     def _nothing_to_do(self, party: Party, rid: int, posting_id: str) -> Claimed:
         """Others write, or have written, all that the claimant has: there is no claim."""
@@ -515,7 +521,7 @@ class Book:
         self.posting_bytes -= len(posting.body)
         posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
-        self._ended.add(posting, how, committed=detail == COMMITTED)
+        self._ended.add(posting, how, committed=detail == COMMITTED, now=now)
         return actions + self.send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
     def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:

@@ -36,6 +36,7 @@ FOUND_BY_KEY = frozenset({"offer", "region", "landing"})
 
 WRITERS_MAX = 1024  # pushes into one offer
 WRITERS_REMEMBERED_MAX = 64  # of an offer that has ended
+COPIES_S = 10.0  # after an offer was committed: so long others with its id may be copies of who wrote it
 AGAIN_WAIT_S = 1.0  # for another offer, by somebody whose part of the last one was written by others
 
 ClaimKey = tuple[str, int]
@@ -187,6 +188,7 @@ class Ended:
     namespace: str = ""
     boxes: tuple[Box, ...] = ()
     writers: frozenset[str] = frozenset()
+    at: float = 0.0
 
     def covers(self, boxes: tuple[Box, ...], engine_id: str) -> bool:
         """Others wrote all that these boxes have for it. Who wrote a part itself is not meant: it begins anew."""
@@ -268,10 +270,10 @@ class EndedMemory:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, posting: Posting, how: str, *, committed: bool = False) -> None:
+    def add(self, posting: Posting, how: str, *, committed: bool = False, now: float = 0.0) -> None:
         committed &= bool(posting.boxes) and len(posting.writers) <= WRITERS_REMEMBERED_MAX
         boxes, writers = (posting.boxes, frozenset(posting.writers)) if committed else ((), frozenset[str]())
-        ended = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace, boxes, writers)
+        ended = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace, boxes, writers, now)
         self._by_id[posting.id] = ended
         if (how == "expired" or committed) and not posting.private:
             self._by_line[posting.line] = posting.id

@@ -313,6 +313,10 @@ async def rank(client: Client, heads: range, fill: int, **changes: Any) -> KVCac
     return made
 
 
+async def offered_by(client: Client) -> Landing:
+    return client.offer("r", await rank(client, range(HEADS), 0), PARTS, timeout=20)
+
+
 async def pushed(client: Client, to: Client, cache: KVCache, request: str = "r", **options: Any) -> Push:
     async with client.push(request, to=to.addresses, cache=cache, table=PARTS, timeout=10, **options) as push:
         await push.layers()
@@ -335,6 +339,13 @@ async def test_the_deadline_names_what_is_missing() -> None:
                 await landing.layer(0)
             assert not landing.committed
         await until(lambda: b.reservations.live == ())
+
+
+async def test_what_is_no_table_is_refused() -> None:
+    async with two_nodes(["shm"]) as (_, b):
+        cache = await rank(b, range(4), 0)
+        with pytest.raises(UsageError, match="BlockTable"):
+            b.offer("r", cache, [1, 2])  # type: ignore[arg-type]
 
 
 async def test_a_landing_that_nobody_pushed_says_so() -> None:
@@ -378,6 +389,26 @@ async def test_a_pusher_that_has_left_does_not_end_what_others_write(transport: 
             found = tokens_of(sink, PARTS, layer).view(np.uint8)
             assert (found[:, :, :2] == 1).all()
             assert (found[:, :, 2:] == 2).all()
+
+
+async def test_a_pusher_that_dies_right_after_its_commit_has_done_its_part() -> None:
+    """It could not even say that it was done: its landing has said so."""
+    async with two_nodes(["shm"]) as (a, b), await offered_by(b) as landing:
+        first, last = await rank(a, range(2), 1), await rank(a, range(2, 4), 2)
+        push = a.push("r", to=b.addresses, cache=first, table=PARTS)
+        await push.__aenter__()
+        await push.layers()
+        claim = push._claim
+        assert claim is not None
+        settle, said = a.control.settle_in_background, []
+        a.control.settle_in_background = lambda *what: said.append(what)  # type: ignore[method-assign]
+        await push.__aexit__(None, None, None)
+        assert said
+        await until(lambda: landing._incoming.committed)
+        a.control.settle_in_background = settle  # type: ignore[method-assign]
+        settle(claim, "failed", PeerLost("it died"))
+        await pushed(a, b, last)
+        await landing.wait()
 
 
 async def test_a_push_that_fails_ends_the_landing_whatever_others_wrote() -> None:

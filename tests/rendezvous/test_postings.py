@@ -12,7 +12,7 @@ from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MA
 from kvxfer.coverage import Box
 from kvxfer.errors import TooManyPending, UsageError
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Posted, Refused
-from kvxfer.rendezvous.postings import AGAIN_WAIT_S, WRITERS_MAX
+from kvxfer.rendezvous.postings import AGAIN_WAIT_S, COPIES_S, WRITERS_MAX
 from tests.rendezvous.bench import FAR, HERE, NOW_INCARNATION, Bench, refusal, told
 
 # -- match -----------------------------------------------------------------------------------------------
@@ -508,6 +508,19 @@ def test_a_copy_that_comes_after_the_commit_has_nothing_to_do(by_ticket: bool) -
     bench.now = AGAIN_WAIT_S
     assert granted(bench.checked(bench.registry.expire(bench.now))).claim == 0
     assert bench.claim("other", wait_s=9, **how) == []
+    assert granted(bench.post(boxes=(WANT,))).claim == 1
+
+
+def test_long_after_the_commit_a_key_means_the_next_offer() -> None:
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    bench.settle(bench.claimed(engine_id="a" * 32, **part()))
+    bench.registry.withdraw(0.0, "own", 9, posting=posted.posting, reason="committed")
+    bench.now = COPIES_S
+    how: dict[str, Any] = {"engine_id": "b" * 32, **part()}
+    assert refusal(bench.claim(**how)).code == "unknown_transfer"
+    assert bench.claim(wait_s=9, **how) == []
+    bench.now += 5
     assert granted(bench.post(boxes=(WANT,))).claim == 1
 
 
