@@ -82,7 +82,15 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Fakes:
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """With fakes also of the programs that rivals want: whether this machine has them does not matter."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for rival in RIVALS.values():
+        for name in rival.programs:
+            (programs / name).write_text("#!/bin/sh\n")
+            (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     return Fakes(tmp_path)
 
 
@@ -128,7 +136,7 @@ def test_a_damaged_stamp_is_not_installed(fakes: Fakes, stamp: str) -> None:
 
 def test_missing_programs_are_named(fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fakes.install("redis")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
     assert "redis-server is not on the PATH" in str(fakes.reason("redis"))
 
 
