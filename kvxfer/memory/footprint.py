@@ -25,9 +25,11 @@ from kvxfer.geometry import CacheLayout
 ROWS_MAX = 1 << 18  # of one cache that shares memory with another one
 PAIRS_MAX = 1 << 22
 CELLS_MAX = 1 << 22
+BLOCKS_AT_ONCE = 1 << 10
 COMPARISONS_MAX = 1 << 20
 
 Ints = npt.NDArray[np.int64]
+Cells = dict[Hashable, tuple[Ints, Ints]]
 Place = tuple[Hashable, int]  # an address space (the host's, or a device's) and an address in it
 _Axis = tuple[int, int]  # stride, extent
 _HINT = "use one layout for memory that several requests share"
@@ -87,15 +89,16 @@ class _Group:
             raise TooLarge("two caches in the same memory have too many rows to compare", limit=ROWS_MAX, hint=_HINT)
         return np.sort(np.add.outer(self.bases, _offsets(self.outer)).reshape(-1))
 
-    def cells(self, block: int, slots: range) -> tuple[Ints, int]:
-        """Every piece of some slots of one block: where it begins, in no order, and how long all are."""
+    def cells(self, blocks: Ints, slots: range) -> tuple[Ints, int]:
+        """Every piece of some slots of these blocks: where it begins, in no order, and how long all are."""
         parts, tokens, heads = self.axes
         axes, unit = _folded([parts, (tokens[0], len(slots)), heads], self.head_bytes)
-        count = len(self.bases) * prod(extent for _, extent in axes)
+        count = len(blocks) * len(self.bases) * prod(extent for _, extent in axes)
         if count > CELLS_MAX:
-            raise TooLarge("a block has too many pieces to compare", pieces=count, limit=CELLS_MAX, hint=_HINT)
-        first = block * self.step + slots.start * (tokens[0] if tokens[1] > 1 else 0)
-        return np.add.outer(self.bases + first, _offsets(axes)).reshape(-1), unit
+            raise TooLarge("blocks have too many pieces to compare", pieces=count, limit=CELLS_MAX, hint=_HINT)
+        first = blocks * self.step + slots.start * (tokens[0] if tokens[1] > 1 else 0)
+        rows = np.add.outer(self.bases, first).reshape(-1)
+        return np.add.outer(rows, _offsets(axes)).reshape(-1), unit
 
 
 class Footprint:
@@ -143,13 +146,24 @@ class Footprint:
                         hint="each layer needs memory of its own for as many blocks as the layout has",
                     )
 
-    def cells(self, block: int, slots: range) -> dict[Hashable, tuple[Ints, Ints]]:
-        """Every byte of some slots of one block, by address space: begins and ends, ascending."""
+    def cells(self, blocks: Sequence[int] | Ints, slots: range) -> Cells:
+        """Every byte of some slots of these blocks, by address space: begins and ends, ascending."""
         found: dict[Hashable, list[tuple[Ints, Ints]]] = {}
         for group in self._groups:
-            begins, unit = group.cells(block, slots)
+            begins, unit = group.cells(np.asarray(blocks, np.int64), slots)
             found.setdefault(group.space, []).append((begins, begins + unit))
         return {space: _sorted(pieces) for space, pieces in found.items()}
+
+    def first_meeting(self, blocks: Ints, slots: range, cells: Cells) -> int | None:
+        """The first of these blocks of which the slots share a byte with the cells."""
+        for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+            some = blocks[start : start + BLOCKS_AT_ONCE]
+            if cells_meet(self.cells(some, slots), cells):
+                while len(some) > 1:
+                    half = some[: len(some) // 2]
+                    some = half if cells_meet(self.cells(half, slots), cells) else some[len(some) // 2 :]
+                return int(some[0])
+        return None
 
 
 def _sorted(pieces: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
@@ -202,7 +216,7 @@ def _meet_somewhere(one: _Group, other: _Group) -> bool:
     return any(len(_joined(join, int(difference), ours, theirs)[0]) for difference in differences)
 
 
-def cells_meet(one: dict[Hashable, tuple[Ints, Ints]], other: dict[Hashable, tuple[Ints, Ints]]) -> bool:
+def cells_meet(one: Cells, other: Cells) -> bool:
     """Whether two results of `Footprint.cells` have a byte in common."""
     for space in one.keys() & other.keys():
         (begins, ends), (starts, stops) = one[space], other[space]
@@ -322,6 +336,8 @@ def _joined(join: _Join, difference: int, ours: Ints, theirs: Ints) -> tuple[Int
     low = np.searchsorted(starts + other.reach, begins, side="right")
     high = np.searchsorted(starts, begins + one.reach, side="left")
     mine, others = _expanded(low, high)
+    if not one.inner and not other.inner:
+        return ours[mine], theirs[others]  # blocks without gaps that reach into each other share bytes
     shifts, which = np.unique(starts[others] - begins[mine], return_inverse=True)
     compare = _Comparing()
     meet = [compare.meet(one.inner, one.unit, other.inner, other.unit, shift) for shift in shifts.tolist()]

@@ -282,12 +282,7 @@ class BlockReservations:
             partial |= np.isin(ours, list(edges))
         for at in np.flatnonzero(~partial)[:1].tolist():
             return int(ours[at]), int(cache.owners[theirs[at]]) - 1
-        for at in np.flatnonzero(partial).tolist():
-            block, other = int(ours[at]), int(theirs[at])
-            number = _conflict_in_part(piece.footprint, block, edges.get(block), cache, other)
-            if number is not None:
-                return block, number
-        return None
+        return _conflict_in_part(piece, cache, ours[partial], theirs[partial])
 
     def _meeting(self, ours: Footprint, theirs: Footprint) -> Meeting:
         found = self._meetings.get((ours, theirs))
@@ -299,15 +294,28 @@ class BlockReservations:
         return found
 
 
-def _conflict_in_part(footprint: Footprint, block: int, slots: range | None, cache: _Cache, other: int) -> int | None:
-    """Who has a byte of some slots (None: all) of our block, in a block of theirs of which perhaps only slots are
-    used.
-    """
-    mine = footprint.cells(block, range(footprint.block_tokens) if slots is None else slots)
-    whole = [(range(cache.footprint.block_tokens), int(cache.owners[other]) - 1)]
-    for theirs, number in cache.parts.get(other, whole):
-        if cells_meet(mine, cache.footprint.cells(other, theirs)):
-            return number
+def _conflict_in_part(piece: _Piece, cache: _Cache, ours: Ints, theirs: Ints) -> tuple[int, int] | None:
+    """The same as `_Cache.conflict` for pairs of blocks that share bytes, of which at least one is used in part."""
+    one, other, edges = piece.footprint, cache.footprint, dict(piece.edges)
+    whole, their_whole = range(one.block_tokens), range(other.block_tokens)
+    inner = ~np.isin(ours, list(edges))
+    mine, others = ours[inner], theirs[inner]
+    order = np.argsort(others, kind="stable")
+    numbers, starts = np.unique(others[order], return_index=True)
+    for block, start, stop in zip(numbers.tolist(), starts, [*starts[1:], len(order)], strict=False):
+        for slots, number in cache.parts[block]:
+            found = one.first_meeting(mine[order[start:stop]], whole, other.cells([block], slots))
+            if found is not None:
+                return found, number
+    for block, slots in piece.edges:
+        cells, blocks = one.cells([block], slots), theirs[ours == block]
+        found = other.first_meeting(blocks[cache.owners[blocks] > 0], their_whole, cells)
+        if found is not None:
+            return block, int(cache.owners[found]) - 1
+        for shared in blocks[cache.owners[blocks] < 0].tolist():
+            for their_slots, number in cache.parts[shared]:
+                if cells_meet(cells, other.cells([shared], their_slots)):
+                    return block, number
     return None
 
 

@@ -91,8 +91,8 @@ def test_equal_views_of_memory_are_equal() -> None:
     turned = CacheLayout(geometry=layout.geometry, blocks=8, placements=layout.placements[::-1])
     assert one == Footprint(turned, [(None, 64)])
     assert meeting(one, other).steps == (0,)
-    assert cells_meet(one.cells(3, range(4)), other.cells(3, range(3, 4)))
-    assert not cells_meet(one.cells(3, range(3)), other.cells(3, range(3, 4)))
+    assert cells_meet(one.cells([3], range(4)), other.cells([3], range(3, 4)))
+    assert not cells_meet(one.cells([3], range(3)), other.cells([3], range(3, 4)))
 
 
 def test_what_would_cost_too_much_to_compare_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +107,4 @@ def test_what_would_cost_too_much_to_compare_is_refused(monkeypatch: pytest.Monk
             assert caught.value.fields["limit"] == 1
     monkeypatch.setattr(footprint_module, "CELLS_MAX", 1)
     with pytest.raises(TooLarge, match="too many pieces"):
-        one.cells(0, range(1))
+        one.cells([0], range(1))
