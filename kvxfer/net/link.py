@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from kvxfer.addresses import Address, format_address
 from kvxfer.config import DEFAULT_NAMESPACE, Config
+from kvxfer.deadline import CONNECTING
 from kvxfer.errors import (
     ClosedError,
     DaemonUnavailable,
@@ -216,7 +217,9 @@ class Link(asyncio.Protocol):
                     "a daemon is there and hung up, perhaps it has too many connections: its log says whom it refused"
                 )
             why = reason(failure)
-            raise DaemonUnavailable(f"no daemon answers at {path}: {why}", peer=str(path), hint=hint) from failure
+            raise DaemonUnavailable(
+                f"no daemon answers at {path}: {why}", peer=str(path), hint=hint, state=CONNECTING
+            ) from failure
 
     async def _until_ready(self) -> Link:
         try:

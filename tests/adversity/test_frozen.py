@@ -195,7 +195,7 @@ WANTED: dict[str, dict[str, str]] = {
     "own daemon": {
         **NOBODY_CAME,
         **dict.fromkeys((*ASKED_OF_OTHERS, *ASKED_OF_OWN, "adopt"), ANSWER),
-        "client": "daemon_unavailable",
+        "client": "daemon_unavailable connecting",
     },
     "other daemon": {**NOBODY_CAME, **EMPTY, **dict.fromkeys(ASKED_OF_OTHERS, ANSWER)},
     "other worker": {
