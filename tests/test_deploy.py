@@ -20,7 +20,9 @@ from kvxfer import errors
 from kvxfer.addresses import parse_address
 from kvxfer.config import CONFIG_OPTIONS, Config, load
 from kvxfer.config.paths import SOCKET_NAME
+from kvxfer.daemon import confirming, landing
 from kvxfer.doctor.probe_ascend import CONTROL_FILES, HCCN_CONF
+from kvxfer.net import queues
 from kvxfer.server import Server
 from tests.system import needs
 from tools import example_config
@@ -383,11 +385,61 @@ def test_daemon_set_is_confined(pod: dict[str, Any], tmp_path: Path) -> None:
     assert context["readOnlyRootFilesystem"] is True
     assert context["allowPrivilegeEscalation"] is False
     assert context["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    memory = re.fullmatch(r"([0-9]+)Mi", container["resources"]["limits"]["memory"])
-    assert memory
-    assert int(memory[1]) << 20 > pod_config(pod, tmp_path).landing_bytes_max
     assert not container["image"].endswith(":latest")
     assert pod["initContainers"][0]["image"] == daemon_set()["spec"]["template"]["spec"]["containers"][0]["image"]
+
+
+# What each option of a size means for the memory of the daemon: of these it holds so much at the same time ...
+HELD = ("landing_bytes_max", "posting_bytes_max", "mailboxes_bytes_max", "link_queues_bytes_max")
+# ... and these are a part of those, of one message, of what is in flight between workers, or of an accelerator.
+NOT_HELD = {
+    *(
+        "link_queue_bytes_max",
+        "mailbox_bytes_max",
+        "mail_bytes_max",
+        "frame_control_bytes_max",
+        "landing_prewarm_bytes",
+    ),
+    *("window_bytes_max", "inflight_bytes_max", "frame_bytes", "chunk_bytes", "inline_bytes_max", "nt_bytes_min"),
+    *("hbm_arena_bytes", "pinned_arena_bytes"),
+}
+PROCESS_BYTES = 160 << 20  # the interpreter, the engine's threads, and the entries of full tables beside their bodies
+
+
+def mebibytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+)Mi", text)
+    assert found, text
+    return int(found[1]) << 20
+
+
+def held_bytes(config: Config) -> int:
+    """What a daemon holds when everything that it bounds is full."""
+    unfinished = max(queues.UNFINISHED_BYTES_MAX, queues.NODE_QUEUES * config.frame_control_bytes_max)
+    constant = landing.BODIES_BYTES_MAX + confirming.QUESTIONS_BYTES_MAX + unfinished
+    return sum(int(getattr(config, name)) for name in HELD) + constant + PROCESS_BYTES
+
+
+def test_every_size_is_known_to_be_held_or_not() -> None:
+    sizes = {option.name for option in CONFIG_OPTIONS if option.kind == "size"}
+    assert sizes == NOT_HELD | set(HELD), "say in HELD or NOT_HELD what the new option means for the memory limit"
+
+
+def test_the_memory_limit_is_what_may_be_full_at_once(pod: dict[str, Any], tmp_path: Path) -> None:
+    """Not less, or the OOM killer comes before the typed errors; and not much more."""
+    [container], volumes = pod["containers"], {volume["name"]: volume for volume in pod["volumes"]}
+    needed = held_bytes(pod_config(pod, tmp_path))
+    for mount in container["volumeMounts"]:
+        place = volumes[mount["name"]].get("emptyDir", {})
+        needed += mebibytes(place["sizeLimit"]) if place.get("medium") == "Memory" else 0
+    limit = mebibytes(container["resources"]["limits"]["memory"])
+    assert needed <= limit <= 1.25 * needed, f"{needed >> 20} MiB"
+    assert mebibytes(container["resources"]["requests"]["memory"]) > CONFIG.landing_bytes_max
+
+
+def test_the_unit_names_a_memory_limit_that_holds_the_defaults() -> None:
+    text = (DEPLOY / "systemd" / "kvxfer.service").read_text(encoding="utf-8")
+    [named] = re.findall(r"^#MemoryMax=([0-9]+)M$", text, re.MULTILINE)
+    assert held_bytes(CONFIG) <= int(named) << 20 <= 1.25 * held_bytes(CONFIG)
 
 
 # -- Prometheus -------------------------------------------------------------------------------------------------------
