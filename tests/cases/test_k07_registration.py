@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.errors import AlignmentError, InvalidLength, OverlapError, RegistrationError
+from kvxfer.errors import AlignmentError, InvalidLength, OverlapError, RegistrationError, UsageError
 from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
@@ -162,3 +162,19 @@ async def test_c42_a_device_that_wants_alignment(transport: str) -> None:
             assert (target.array == 7).all()
         region = await a.register(whole[skip : skip + alignment])
         await region.release()
+
+
+@BOTH
+async def test_c111_objects_are_not_bytes(transport: str) -> None:
+    """A peer's put into an array of Python objects ended its owner."""
+    async with two_nodes([transport]) as (_, b):
+        before = b.plane.engine.counters().regions
+        for wrong in (
+            np.array([object(), "x", [1], {}], dtype=object),
+            np.zeros(4, dtype=[("a", "i4"), ("o", "O")]),
+            memoryview(np.array([object()], dtype=object)),
+            (ctypes.c_void_p * 4)(),
+        ):
+            with pytest.raises(UsageError, match="holds objects or addresses"):
+                await b.register(wrong)
+        assert b.plane.engine.counters().regions == before

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import json
 import os
 import pickle
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from statistics import median
 
 import pytest
 
+import kvxfer
 from kvxfer.native.status import Status
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
@@ -25,8 +28,9 @@ from tests.cases.facts import limit
 from tests.cases.harness import ROOT
 from tests.cases.scale import FULL
 from tests.native.conformance import MIB, READ, WRITE
-from tests.native.kvxd import Refused, Type
-from tests.native.tcp_owner import LENGTH, attached, greeted, owner
+from tests.native.kvxd import F_BARE, Frame, Refused, Speaker, Type
+from tests.native.tcp_owner import KEY, LENGTH, attached, greeted, owner
+from tests.native.tcp_servers import lying_owner
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(120)]
 
@@ -166,3 +170,47 @@ async def test_c48_a_scanner_at_every_port(victim: Target) -> None:
         await asyncio.gather(*dripping)
     # one waits for the one that `unmoved` runs at the same time
     assert median(during) < 2 * 3 * median(usual) + limit(0.1), (usual, during)
+
+
+WORKER = """
+import asyncio, json, sys
+import kvxfer
+from kvxfer.descriptors import RemoteDescriptor
+
+async def main() -> None:
+    theirs = RemoteDescriptor.from_dict(json.loads(sys.stdin.readline()))
+    async with kvxfer.local(transports=("tcp",)) as client:
+        mine = await client.alloc(theirs.length)
+        for way in (client.put, client.get):
+            try:
+                await way(mine[0 : theirs.length], theirs)
+            except kvxfer.KvxferError as error:
+                print(type(error).__name__, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["with the key", "by anybody in the path"])
+async def test_c110_an_answer_never_ends_the_worker_that_asked(bare: bool) -> None:
+    """An owner refuses a segment that the transfer does not have, or somebody who changes packets says so for it."""
+
+    async def act(speaker: Speaker, asked: Frame) -> None:
+        flags = F_BARE if bare else 0
+        lie = Frame(type=Type.ACK, op=asked.op, index=asked.index, status=Status.RANGE, segment=5, flags=flags)
+        speaker.send(lie, bytes(16) if bare else KEY)
+
+    async with kvxfer.local(transports=("tcp",)) as honest, lying_owner(act) as endpoint:
+        region = await honest.alloc(MIB)
+        told = region.descriptor("rw").to_dict() | {"endpoints": {"tcp": [endpoint]}, "key": KEY.hex()}
+        async with asyncio.timeout(limit(30)):
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", WORKER),
+                cwd=ROOT,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            said, errors = await worker.communicate(json.dumps(told).encode() + b"\n")
+        assert worker.returncode == 0, errors.decode()[-500:]
+        assert said.split() == [b"PeerLost", b"PeerLost"]

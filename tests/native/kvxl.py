@@ -68,6 +68,10 @@ class Liar:
     def __init__(self, says: Location) -> None:
         self.says = says
         self.answer: Callable[[Frame], tuple[Frame, bytes]] | None = None  # to a NOTIFY
+        self.pong: Callable[[Frame], tuple[Frame, bytes]] = lambda asked: (
+            Frame(type=Type.PONG, op=asked.op),
+            bytes(16),
+        )
         self.endpoint = ""
         self.key = os.urandom(16)
 
@@ -85,7 +89,7 @@ class Liar:
                         answer = Frame(type=Type.LOCATION, op=asked.op, segments=self.says.units())
                         speaker.send(answer, self.key)
                     elif asked.type == Type.PING:
-                        speaker.send(Frame(type=Type.PONG, op=asked.op), self.key)
+                        speaker.send(*self.pong(asked))
                     elif asked.type == Type.NOTIFY and self.answer is not None:
                         speaker.send(*self.answer(asked))
             except (kvxd.Refused, TimeoutError):

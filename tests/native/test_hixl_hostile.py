@@ -166,3 +166,24 @@ async def test_answers_to_numbers_that_were_never_given() -> None:
                 )
                 assert await noted(near, owner, lambda asked, made=made: (made, owner.key)) == Status.PEER_LOST
         assert await noted(near, owner, lambda asked: (Frame(type=Type.PONG, op=1), owner.key)) == Status.PEER_LOST
+
+
+@simulated()
+async def test_only_with_the_key_a_device_is_said_to_be_lost() -> None:
+    """Anybody in the path can say that it is not well: then the transfer fails, and nothing is said of the card."""
+
+    def saying(key: bytes, *, proved: bool, status: int = Status.DEVICE) -> Callable[[Frame], tuple[Frame, bytes]]:
+        return lambda asked: (Frame(type=Type.PONG, op=asked.op, status=status, tag=asked.tag if proved else 0), key)
+
+    async with Near() as near, liar(GOOD) as owner:
+        mine = near.alloc(MIB, fill=1)
+        for pong, wanted in (
+            (saying(owner.key, proved=True), Status.DEVICE),
+            (saying(bytes(16), proved=False), Status.LINK),
+            (saying(bytes(16), proved=True), Status.PEER_LOST),
+            (saying(owner.key, proved=True, status=Status.NOMEM), Status.PEER_LOST),
+        ):
+            owner.pong = pong
+            peer = await near.connect(owner.endpoint)
+            assert await near.move(PUT, mine, await near.import_(peer, owner.grant)) == wanted
+            await within(near.engine.close_peer(peer))
