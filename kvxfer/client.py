@@ -36,7 +36,7 @@ from kvxfer.memory.allocation import check_device, kind_of, wish
 from kvxfer.memory.region import KVCache, Region, Span, check_span
 from kvxfer.memory.registering import register_all
 from kvxfer.memory.sources import at_address, borrow
-from kvxfer.native.engine import OpKind
+from kvxfer.native.engine import OpKind, Priority
 
 Node = str | Sequence[str]
 MEMORY_BYTES_PER_S = 256 << 20  # a slow driver's: memory is pinned, touched and zeroed page by page
@@ -154,45 +154,66 @@ class Client(ClientLife):
         timeout: float | None = None,
         visible: bool = False,
         notify: int = 0,
+        priority: str = "normal",
     ) -> Transfer:
         """Write ``source`` into the memory that ``target`` describes, from ``target_offset`` on.
 
         Awaiting the transfer resolves when the owner's memory holds the bytes; with ``visible=True`` when the owner has
         also been told (see `notifications`; it receives ``notify``, 0 to 2^64-1).
+
+        ``priority``: "critical", "normal" or "bulk", in every call that moves bytes. What is more urgent, and within
+        one priority what is short (up to 4 MiB), goes first on its way to a peer; whatever goes first, the others
+        keep moving. Another word is a `UsageError`.
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
             raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
         plane = self.plane
         part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
-        return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id)
+        urgency = Priority.of(priority)
+        return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id, priority=urgency)
 
     def get(
-        self, target: Region | Span, source: RemoteDescriptor, *, source_offset: int = 0, timeout: float | None = None
+        self,
+        target: Region | Span,
+        source: RemoteDescriptor,
+        *,
+        source_offset: int = 0,
+        timeout: float | None = None,
+        priority: str = "normal",
     ) -> Transfer:
         """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
         plane = self.plane
         part = self._part(plane, OpKind.GET, target, source, source_offset)
-        return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id)
+        urgency = Priority.of(priority)
+        return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id, priority=urgency)
 
-    def put_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+    def put_many(
+        self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None, priority: str = "normal"
+    ) -> Group:
         """Write many spans, each ``Move(local, remote, remote_offset)``, and learn of each whether it arrived.
 
         Awaiting the group raises `PartialTransfer` when only some did; ``group.retry_failed()`` moves the others again.
         With ``atomic=True`` the first failure ends all and the whole group has failed.
         """
-        return self._many(OpKind.PUT, moves, atomic, timeout)
+        return self._many(OpKind.PUT, moves, atomic, timeout, priority)
 
-    def get_many(self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None) -> Group:
+    def get_many(
+        self, moves: Sequence[Move], *, atomic: bool = False, timeout: float | None = None, priority: str = "normal"
+    ) -> Group:
         """Read many spans; see `put_many`."""
-        return self._many(OpKind.GET, moves, atomic, timeout)
+        return self._many(OpKind.GET, moves, atomic, timeout, priority)
 
-    def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None) -> Group:
+    def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None, priority: str) -> Group:
+        urgency = Priority.of(priority)
+
         def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
             # Nothing begins before all of them make sense.
             plane = self.plane
             parts = [self._part(plane, kind, move.local, move.remote, move.remote_offset) for move in these]
             left = self._limit(limit)
-            return [plane.start((part,), timeout=left, peer=part.descriptor.node_id) for part in parts]
+            return [
+                plane.start((part,), timeout=left, peer=part.descriptor.node_id, priority=urgency) for part in parts
+            ]
 
         return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
 
@@ -315,6 +336,7 @@ class Client(ClientLife):
         wait_s: float | None = None,
         timeout: float | None = None,
         land: bool = False,
+        priority: str = "normal",
     ) -> Push:
         """Prefill: write a request's blocks to where node ``to`` offered them (waiting up to ``wait_s`` for the offer).
 
@@ -341,6 +363,7 @@ class Client(ClientLife):
             wait_s=seconds(wait_s, "wait_s", least=0.0),
             timeout=limit,
             land=land,
+            priority=Priority.of(priority),
         )
 
     def publish(
@@ -380,6 +403,7 @@ class Client(ClientLife):
         *,
         timeout: float | None = None,
         on_layer: Callable[[int], None] | None = None,
+        priority: str = "normal",
     ) -> Pulled:
         """Decode: fetch what a ticket names into these blocks, or what several hold together (tensor-parallel ranks,
         pipeline stages, pieces of the context): one request with one outcome, each element read once.
@@ -389,7 +413,9 @@ class Client(ClientLife):
         fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's place in the list.
         """
         limit = self._timeout(timeout)
-        return await Pull(self, as_tickets(ticket), cache, table, timeout=limit, on_layer=on_layer).run()
+        urgency = Priority.of(priority)
+        pull = Pull(self, as_tickets(ticket), cache, table, timeout=limit, on_layer=on_layer, priority=urgency)
+        return await pull.run()
 
     async def release(self, ticket: AnyTicket, *, timeout: float | None = None) -> None:
         """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.

@@ -18,7 +18,7 @@ from kvxfer.bench.histogram import Histogram
 from kvxfer.bench.pair import Once, Pair, Side
 from kvxfer.bench.rows import OURS, Row, single
 from kvxfer.bench.target import POOL_NAME, USER_NAME
-from kvxfer.bench.work import GIB, KIB, Layout, Sizes
+from kvxfer.bench.work import GIB, KIB, MIB, Layout, Sizes
 from kvxfer.errors import IntegrityError
 
 SMALL = {"4k": 4 * KIB, "64k": 64 * KIB}
@@ -26,6 +26,7 @@ OPEN_SHARE_SMALL, OPEN_SHARE_STREAMS = 0.1, 0.7
 OPEN_INTERVAL_NS_MIN = 100_000
 WARM = 20
 TOLD_S = 10.0
+MIXED_BYTES, MIXED_LARGE, MIXED_PAUSE_S = MIB, 2, 0.001
 AT_ONCE = 65536
 Histograms = dict[tuple[str, str], Histogram]
 
@@ -267,3 +268,49 @@ async def streams(pair: Pair, direction: str, histograms: Histograms) -> list[Ro
         *latency_rows(pair, "W6", direction, closed, ("p50", "p99"), "ms"),
         *latency_rows(pair, "W6", f"{direction}_open", opened, ("p50", "p99"), "ms"),
     ]
+
+
+# -- priorities ---------------------------------------------------------------------------------------------------
+
+
+async def mixed(pair: Pair, direction: str, histograms: Histograms) -> list[Row]:
+    """Short transfers one after the other, with nothing beside them and then beside large ones of the priority bulk,
+    which are measured meanwhile: nobody starves.
+    """
+    sizes, moved, goes_on = pair.sizes, 0, True
+    once = span(pair.pool, direction, min(MIXED_BYTES, sizes.large_bytes))
+    alone, beside = Histogram(), Histogram()
+
+    async def large() -> None:
+        nonlocal moved
+        while goes_on:
+            moved += (await pair.pool.span(direction, 0, sizes.large_bytes, priority="bulk")).bytes_done
+
+    await once()
+    await paused(once, sizes.samples, alone)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(MIXED_LARGE):
+            group.create_task(large())
+        begun = time.perf_counter()
+        await paused(once, sizes.samples, beside)
+        goes_on = False
+    rate = moved / (time.perf_counter() - begun) / 1e9
+    keep(histograms, pair, f"{direction} 1 MiB", alone)
+    keep(histograms, pair, f"{direction} 1 MiB beside bulk", beside)
+    name = pair.transport.name
+    ratios = {at: beside.percentile(at) / max(alone.percentile(at), 1) for at in (50.0, 99.0)}
+    return [
+        *latency_rows(pair, "mixed", direction, beside, ("p50", "p99"), "us"),
+        *(single(OURS, name, "mixed", f"{direction}_p{at:.0f}_times", ratio) for at, ratio in ratios.items()),
+        single(OURS, name, "mixed", f"{direction}_GBps", rate),
+    ]
+
+
+async def paused(once: Once, samples: int, histogram: Histogram) -> None:
+    """A closed loop with pauses, in which whatever else there is gets ahead."""
+    clock = time.perf_counter_ns
+    for _ in range(samples):
+        begun = clock()
+        await once()
+        histogram.add(clock() - begun)
+        await asyncio.sleep(MIXED_PAUSE_S)

@@ -47,12 +47,15 @@ class Side:
         """Our bytes."""
         return self.region.array
 
-    def span(self, direction: str, offset: int, length: int, *, tell: int | None = None) -> Transfer:
+    def span(
+        self, direction: str, offset: int, length: int, *, tell: int | None = None, priority: str = "normal"
+    ) -> Transfer:
         """One contiguous transfer through the public calls of the client; ``tell`` makes a put visible."""
         client, ours = self._pair.client, self.region[offset : offset + length]
         if direction == "get":
-            return client.get(ours, self.remote, source_offset=offset)
-        return client.put(ours, self.remote, target_offset=offset, visible=tell is not None, notify=tell or 0)
+            return client.get(ours, self.remote, source_offset=offset, priority=priority)
+        told = tell is not None
+        return client.put(ours, self.remote, target_offset=offset, visible=told, notify=tell or 0, priority=priority)
 
     def first(self, direction: str, length: int) -> Once:
         """A call that moves the first ``length`` bytes again and again; what can be made once is made here."""

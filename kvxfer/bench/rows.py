@@ -34,6 +34,7 @@ WORKLOADS = {
     "W6": "32 concurrent streams of 4 MiB",
     "W2u": "W2 from and to memory of the user, not from our pool",
     "W3u": "W3 from and to memory of the user, not from our pool",
+    "mixed": "1 MiB beside large transfers of the priority bulk",
     "setup": "registering 1 GiB, connecting, the first transfer",
     "idle": "CPU of both sides while connected and idle",
     "submit": "handing 65536 descriptors to the engine",
@@ -59,6 +60,8 @@ QUANTITIES = {
     "p99_ms": Quantity("ms", "lower"),
     "ms": Quantity("ms", "lower"),
     "GBps": Quantity("GB/s", "higher"),
+    "p50_times": Quantity("x", "lower"),
+    "p99_times": Quantity("x", "lower"),
     "cpu_s_per_GiB": Quantity("s/GiB", "lower"),
     "cores": Quantity("cores", "lower"),
     "init_ms": Quantity("ms", "lower"),
@@ -71,7 +74,9 @@ QUANTITIES = {
     "block_ms": Quantity("ms", "lower"),
     "bytes": Quantity("bytes", "lower"),
 }
-"""GB/s is 1e9 bytes per second. ``cores`` is CPU seconds per second. ``total_ms`` is the sum of a set-up."""
+"""GB/s is 1e9 bytes per second. ``cores`` is CPU seconds per second. ``total_ms`` is the sum of a set-up.
+``times``: of the same latency with nothing beside it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

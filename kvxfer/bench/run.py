@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.bench import extras, machine, ratios, reference, rivals
-from kvxfer.bench.measure import Histograms, measure, verify
+from kvxfer.bench.measure import Histograms, measure, mixed, verify
 from kvxfer.bench.pair import Pair, connected
 from kvxfer.bench.progress import Progress
 from kvxfer.bench.reference import Reference
@@ -192,6 +192,9 @@ class Run:
         for pair in self._pairs:
             if "submit" in self._plan.workloads:
                 found += await extras.submit(pair, "put")
+            if "mixed" in self._plan.workloads:
+                for direction in DIRECTIONS:
+                    found += await mixed(pair, direction, self._result.histograms)
             if self._memory is not None:
                 found += await extras.setup(pair, self._plan.options, self._memory)
         for what, step in self._rival_steps(others, "setup") if self._memory is not None else []:

@@ -289,8 +289,12 @@ class Config:
     )
     # -- admission --
     window_ops_max: int = _int(256, 1, 65536, "Operations in flight to one peer.")
-    window_bytes_max: int = _size(256 * MIB, 64 * KIB, 1 << 40, "Bytes in flight to one peer.")
-    inflight_bytes_max: int = _size(1 * GIB, 64 * KIB, 1 << 42, "Bytes in flight to all peers together.")
+    window_bytes_max: int = _size(
+        256 * MIB, 64 * KIB, 1 << 40, "Bytes in flight to one peer, of one priority and of more urgent ones."
+    )
+    inflight_bytes_max: int = _size(
+        1 * GIB, 64 * KIB, 1 << 42, "Bytes in flight to all peers together, counted the same way."
+    )
     window_waiters_max: int = _int(16384, 1, 1 << 20, "Operations that wait for one peer's window.")
     waiters_max: int = _int(65536, 1, 1 << 22, "Operations that wait for the windows of all peers together.")
     # -- control plane --

@@ -1,16 +1,19 @@
 """Which operation may start now: windows of operations and bytes per peer, and one limit for all peers together.
 
 The idea: an operation asks once for everything it needs and gets all of it or waits in line, so nobody holds one part
-while waiting for another and no cycle of waiters can form. Lines are FIFO per peer; the global limit is handed round
-the peers in turn, and a large operation at the head of the turn cannot be overtaken for ever by small ones of other
-peers. The receiver leads: it may grant credits, and then nothing starts without one. What can never be admitted is
-refused at once.
+while waiting for another and no cycle of waiters can form. It has a rank, from its priority (critical, normal, bulk)
+and its size (short ones first), and a line per peer and rank, first in first out. What is less urgent takes no room
+from what is more urgent: an operation counts what is in flight of its own rank and of those before it, and a rank that
+has nothing in flight may always start one, so that nothing starves. Within a rank the limit for all is handed round the
+peers in turn, and a large operation at the head of the turn cannot be overtaken for ever by small ones of other peers.
+The receiver leads: it may grant credits, and then nothing starts without one. What can never be admitted is refused at
+once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +22,14 @@ from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLar
 
 Verdict = Literal["admitted", "queued"]
 CREDITS_MAX = 1 << 30
+SHORT_BYTES = 4 << 20  # an operation of at most so many bytes is short; as KVX_SHORT_BYTES in native/turns.h
+PASSES = 8
+RANKS = 6  # critical, normal, bulk: the short ones and the others of each
+
+
+def rank_of(priority: int, size: int) -> int:
+    """How urgent an operation is, 0 before all others. ``priority``: 0 critical, 1 normal, 2 bulk."""
+    return 2 * priority + (size > SHORT_BYTES)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +41,7 @@ class Permit:
     peer: Hashable
     bytes: int
     queued_at: float
+    rank: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +66,35 @@ class PeerWindow:
     credits: int | None
 
 
-class _Peer:
-    __slots__ = ("bytes", "credits", "ops", "waiting")
+class Turns:
+    """Whose turn it is among ranks of which each has somebody who waits; as `native/turns.h` does it."""
 
     def __init__(self) -> None:
-        self.ops = 0
-        self.bytes = 0
+        self._passed = [0] * RANKS
+
+    def take(self, waiting: Collection[int]) -> int:
+        """The lowest rank, but for one that was passed over `PASSES` times in a row."""
+        due = [rank for rank in waiting if self._passed[rank] >= PASSES]
+        taken = max(due) if due else min(waiting)
+        self._passed[taken] = 0
+        for rank in waiting:
+            if rank > taken:
+                self._passed[rank] += 1
+        return taken
+
+
+class _Peer:
+    __slots__ = ("bytes", "credits", "lines", "ops", "waiting")
+
+    def __init__(self) -> None:
+        self.ops = [0] * RANKS
+        self.bytes = [0] * RANKS
         self.credits: int | None = None
-        self.waiting: OrderedDict[Permit, None] = OrderedDict()
+        self.lines: dict[int, OrderedDict[Permit, None]] = {}  # by rank; only those in which somebody waits
+        self.waiting = 0
+
+    def head(self, rank: int) -> Permit:
+        return next(iter(self.lines[rank]))
 
 
 class Admission:
@@ -71,10 +104,11 @@ class Admission:
         self._config = config
         self._peers: dict[Hashable, _Peer] = {}
         self._running: set[Permit] = set()
-        self._bytes = 0
+        self._ops = [0] * RANKS  # for all peers, by rank
+        self._bytes = [0] * RANKS
         self._waiting = 0  # for all peers
-        # Peers whose head waits for nothing but the global limit, in the order in which that became true.
-        self._turn: deque[Hashable] = deque()
+        # Peers whose head waits for nothing but the global limit, in the order in which that became true; by rank.
+        self._turns: tuple[deque[Hashable], ...] = tuple(deque() for _ in range(RANKS))
 
     @property
     def inflight_ops(self) -> int:
@@ -82,7 +116,7 @@ class Admission:
 
     @property
     def inflight_bytes(self) -> int:
-        return self._bytes
+        return sum(self._bytes)
 
     @property
     def waiting(self) -> int:
@@ -92,10 +126,10 @@ class Admission:
     def window(self, peer: Hashable) -> PeerWindow:
         """What one peer uses now."""
         state = self._peers.get(peer) or _Peer()
-        return PeerWindow(ops=state.ops, bytes=state.bytes, waiting=len(state.waiting), credits=state.credits)
+        return PeerWindow(ops=sum(state.ops), bytes=sum(state.bytes), waiting=state.waiting, credits=state.credits)
 
-    def admit(self, peer: Hashable, size: int, now: float) -> tuple[Permit, Verdict]:
-        """Ask for one operation of `size` bytes.
+    def admit(self, peer: Hashable, size: int, now: float, *, rank: int = 2) -> tuple[Permit, Verdict]:
+        """Ask for one operation of `size` bytes. ``rank``: see `rank_of`.
 
         Raises `TooLarge` when it can never be admitted, `PeerBackpressure` when the line is full, `InvalidLength`.
         """
@@ -107,11 +141,11 @@ class Admission:
             why = "the operation is larger than the window"
             raise TooLarge(why, peer=_name(peer), bytes=size, limit=limit, option="window_bytes_max")
         state = self._peers.get(peer)
-        if state is not None and len(state.waiting) >= config.window_waiters_max:
+        if state is not None and state.waiting >= config.window_waiters_max:
             raise PeerBackpressure(
                 "too many operations wait for this peer",
                 peer=_name(peer),
-                waiting=len(state.waiting),
+                waiting=state.waiting,
                 limit=config.window_waiters_max,
                 option="window_waiters_max",
             )
@@ -125,13 +159,16 @@ class Admission:
             )
         if state is None:
             state = self._peers[peer] = _Peer()
-        permit = Permit(peer, size, now)
-        if not state.waiting and not self._turn and self._has_room(state, size):
+        permit = Permit(peer, size, now, rank)
+        if rank not in state.lines and not self._turns[rank] and self._has_room(state, rank, size):
             self._begin(permit, state)  # the usual case: nobody is overtaken
+            if state.lines:
+                self._follow(peer, state, rank)
             return permit, "admitted"
-        state.waiting[permit] = None
+        state.lines.setdefault(rank, OrderedDict())[permit] = None
+        state.waiting += 1
         self._waiting += 1
-        started = self._start(peer)
+        started = self._start(peer, rank, rank)
         return permit, "admitted" if permit in started else "queued"
 
     def done(self, permit: Permit) -> list[Permit]:
@@ -139,11 +176,12 @@ class Admission:
         if permit not in self._running:
             raise InternalError("a permit that is not in flight is given back", peer=_name(permit.peer))
         self._running.remove(permit)
-        state = self._peers[permit.peer]
-        state.ops -= 1
-        state.bytes -= permit.bytes
-        self._bytes -= permit.bytes
-        started = self._start(permit.peer) if state.waiting or self._turn else []
+        state, rank = self._peers[permit.peer], permit.rank
+        state.ops[rank] -= 1
+        state.bytes[rank] -= permit.bytes
+        self._ops[rank] -= 1
+        self._bytes[rank] -= permit.bytes
+        started = self._start(permit.peer, rank) if self._waiting else []
         self._tidy(permit.peer)
         return started
 
@@ -152,26 +190,26 @@ class Admission:
         `done`, and given up it would count for ever.
         """
         state = self._peers.get(permit.peer)
-        if state is None or permit not in state.waiting:
+        if state is None or permit not in state.lines.get(permit.rank, ()):
             how = "in flight" if permit in self._running else "not known"
             raise InternalError(f"a permit that is {how} is given up as if it waited", peer=_name(permit.peer))
-        del state.waiting[permit]
-        self._waiting -= 1
-        started = self._start(permit.peer)
+        self._leave(permit, state)
+        started = self._start(permit.peer, permit.rank, permit.rank)
         self._tidy(permit.peer)
         return started
 
     def obstacle(self, permit: Permit) -> Obstacle:
-        """What one that waits is waiting for: the limit that keeps the head of its line from starting, or all lines."""
-        config, state = self._config, self._peers[permit.peer]
-        head = next(iter(state.waiting))
+        """What one that waits is waiting for: the limit that keeps the head of its line from starting."""
+        config, state, rank = self._config, self._peers[permit.peer], permit.rank
+        ops, inflight = sum(state.ops[: rank + 1]), sum(state.bytes[: rank + 1])
         if state.credits == 0:
             return Obstacle(option="credits", in_use=0, limit=0)
-        if state.ops >= config.window_ops_max:
-            return Obstacle(option="window_ops_max", in_use=state.ops, limit=config.window_ops_max)
-        if state.bytes + head.bytes > config.window_bytes_max:
-            return Obstacle(option="window_bytes_max", in_use=state.bytes, limit=config.window_bytes_max)
-        return Obstacle(option="inflight_bytes_max", in_use=self._bytes, limit=config.inflight_bytes_max)
+        if ops >= config.window_ops_max:
+            return Obstacle(option="window_ops_max", in_use=ops, limit=config.window_ops_max)
+        if inflight + state.head(rank).bytes > config.window_bytes_max:
+            return Obstacle(option="window_bytes_max", in_use=inflight, limit=config.window_bytes_max)
+        inflight = sum(self._bytes[: rank + 1])
+        return Obstacle(option="inflight_bytes_max", in_use=inflight, limit=config.inflight_bytes_max)
 
     def set_credits(self, peer: Hashable, count: int | None) -> list[Permit]:
         """The receiver begins to lead with `count` credits, or stops (None). Replaces what was left."""
@@ -201,90 +239,126 @@ class Admission:
         state = self._peers.get(peer)
         if state is None:
             return [], []
-        waiting = list(state.waiting)
-        state.waiting.clear()
-        self._waiting -= len(waiting)
+        waiting = [permit for rank in sorted(state.lines) for permit in state.lines[rank]]
+        self._waiting -= state.waiting
+        state.waiting = 0
+        state.lines.clear()
         state.credits = None
-        self._drop_turn(peer)
+        for rank in range(RANKS):
+            self._drop_turn(peer, rank)
         self._tidy(peer)
-        return waiting, self._serve_turn()
+        return waiting, self._serve_turns(0, RANKS - 1)
 
     def check(self) -> None:
         """Assert internal consistency, and that nothing waits without a reason."""
         config = self._config
-        assert self._bytes == sum(permit.bytes for permit in self._running) <= config.inflight_bytes_max
-        assert self._waiting == sum(len(state.waiting) for state in self._peers.values()) <= config.waiters_max
-        assert len(self._turn) == len(set(self._turn))
+        for rank in range(RANKS):
+            assert self._ops[rank] == sum(state.ops[rank] for state in self._peers.values())
+            assert self._bytes[rank] == sum(state.bytes[rank] for state in self._peers.values())
+            assert self._bytes[rank] <= config.inflight_bytes_max
+            turn = self._turns[rank]
+            assert len(turn) == len(set(turn))
+            if turn:
+                head = self._peers[turn[0]].head(rank)
+                assert not self._fits_all(rank, head.bytes), "the head of the turn could start"
+        assert len(self._running) == sum(self._ops)
+        assert self._waiting == sum(state.waiting for state in self._peers.values()) <= config.waiters_max
         for peer, state in self._peers.items():
-            mine = [permit for permit in self._running if permit.peer == peer]
-            assert state.ops == len(mine) <= config.window_ops_max
-            assert state.bytes == sum(permit.bytes for permit in mine) <= config.window_bytes_max
-            assert state.credits is None or state.credits >= 0
-            assert len(state.waiting) <= config.window_waiters_max
-            ready = bool(state.waiting) and self._fits_window(state)
-            assert ready == (peer in self._turn), "a peer is in the turn exactly while its head fits its own window"
-            assert mine or state.waiting or state.credits is not None, "a peer without use was kept"
-        if self._turn:
-            head = next(iter(self._peers[self._turn[0]].waiting))
-            assert self._bytes + head.bytes > config.inflight_bytes_max, "the head of the turn could start"
+            self._check_peer(peer, state)
         assert all(permit.peer in self._peers for permit in self._running)
 
+    def _check_peer(self, peer: Hashable, state: _Peer) -> None:
+        config = self._config
+        mine = [permit for permit in self._running if permit.peer == peer]
+        assert state.credits is None or state.credits >= 0
+        assert state.waiting == sum(map(len, state.lines.values())) <= config.window_waiters_max
+        assert mine or state.waiting or state.credits is not None, "a peer without use was kept"
+        assert all(state.lines.values())
+        for rank in range(RANKS):
+            ranked = [permit for permit in mine if permit.rank == rank]
+            assert state.ops[rank] == len(ranked) <= config.window_ops_max
+            assert state.bytes[rank] == sum(permit.bytes for permit in ranked) <= config.window_bytes_max
+            ready = rank in state.lines and self._fits(state, rank, state.head(rank).bytes)
+            assert ready == (peer in self._turns[rank]), "a peer is in the turn while its head fits its own window"
+
     def _begin(self, permit: Permit, state: _Peer) -> None:
-        state.ops += 1
-        state.bytes += permit.bytes
-        self._bytes += permit.bytes
+        rank = permit.rank
+        state.ops[rank] += 1
+        state.bytes[rank] += permit.bytes
+        self._ops[rank] += 1
+        self._bytes[rank] += permit.bytes
         if state.credits is not None:
             state.credits -= 1
         self._running.add(permit)
 
-    def _has_room(self, state: _Peer, size: int) -> bool:
+    def _has_room(self, state: _Peer, rank: int, size: int) -> bool:
         """In the peer's window and in the limit of all."""
-        return self._fits(state, size) and self._bytes + size <= self._config.inflight_bytes_max
+        return self._fits(state, rank, size) and self._fits_all(rank, size)
 
-    def _fits(self, state: _Peer, size: int) -> bool:
-        config = self._config
-        return (
-            state.ops < config.window_ops_max and state.bytes + size <= config.window_bytes_max and state.credits != 0
-        )
+    def _fits(self, state: _Peer, rank: int, size: int) -> bool:
+        if state.credits == 0:
+            return False
+        if not state.ops[rank]:
+            return True
+        config, until = self._config, rank + 1
+        ops, inflight = sum(state.ops[:until]), sum(state.bytes[:until])
+        return ops < config.window_ops_max and inflight + size <= config.window_bytes_max
 
-    def _fits_window(self, state: _Peer) -> bool:
-        return self._fits(state, next(iter(state.waiting)).bytes)
+    def _fits_all(self, rank: int, size: int) -> bool:
+        return not self._ops[rank] or sum(self._bytes[: rank + 1]) + size <= self._config.inflight_bytes_max
 
-    def _start(self, peer: Hashable) -> list[Permit]:
-        """Something changed for this peer: bring its membership of the turn up to date, then serve the turn."""
+    def _start(self, peer: Hashable, first: int = 0, last: int = RANKS - 1) -> list[Permit]:
+        """Something changed for these ranks of a peer: bring its places in the turns up to date, then serve them."""
         state = self._peers[peer]
-        ready = bool(state.waiting) and self._fits_window(state)
-        if not ready:
-            self._drop_turn(peer)
-        elif peer not in self._turn:
-            self._turn.append(peer)
-        return self._serve_turn()
+        for rank in range(first, last + 1):
+            self._take_turn(peer, state, rank)
+        return self._serve_turns(first, last)
 
-    def _serve_turn(self) -> list[Permit]:
-        started = []
-        while self._turn:
-            peer = self._turn[0]
-            state = self._peers[peer]
-            head = next(iter(state.waiting))
-            # The head of the turn keeps its place while it does not fit: those behind must not starve it.
-            if self._bytes + head.bytes > self._config.inflight_bytes_max:
-                break
-            self._turn.popleft()
-            del state.waiting[head]
-            self._waiting -= 1
-            self._begin(head, state)
-            started.append(head)
-            if state.waiting and self._fits_window(state):
-                self._turn.append(peer)
+    def _take_turn(self, peer: Hashable, state: _Peer, rank: int) -> None:
+        ready = rank in state.lines and self._fits(state, rank, state.head(rank).bytes)
+        if not ready:
+            self._drop_turn(peer, rank)
+        elif peer not in self._turns[rank]:
+            self._turns[rank].append(peer)
+
+    def _serve_turns(self, first: int, last: int) -> list[Permit]:
+        started: list[Permit] = []
+        for rank in range(first, last + 1):
+            turn = self._turns[rank]
+            while turn:
+                peer = turn[0]
+                state = self._peers[peer]
+                head = state.head(rank)
+                # The head of the turn keeps its place while it does not fit: those behind must not starve it.
+                if not self._fits_all(rank, head.bytes):
+                    break
+                turn.popleft()
+                self._leave(head, state)
+                self._begin(head, state)
+                started.append(head)
+                self._follow(peer, state, rank)
         return started
 
-    def _drop_turn(self, peer: Hashable) -> None:
-        if peer in self._turn:
-            self._turn.remove(peer)
+    def _follow(self, peer: Hashable, state: _Peer, rank: int) -> None:
+        """One of this rank began: what is less urgent may have lost its room, and all ranks their credit."""
+        for other in range(0 if state.credits == 0 else rank, RANKS):
+            self._take_turn(peer, state, other)
+
+    def _leave(self, permit: Permit, state: _Peer) -> None:
+        line = state.lines[permit.rank]
+        del line[permit]
+        if not line:
+            del state.lines[permit.rank]
+        state.waiting -= 1
+        self._waiting -= 1
+
+    def _drop_turn(self, peer: Hashable, rank: int) -> None:
+        if peer in self._turns[rank]:
+            self._turns[rank].remove(peer)
 
     def _tidy(self, peer: Hashable) -> None:
         state = self._peers[peer]
-        if not state.ops and not state.waiting and state.credits is None:
+        if not any(state.ops) and not state.waiting and state.credits is None:
             del self._peers[peer]
 
 

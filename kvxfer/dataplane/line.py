@@ -13,14 +13,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from kvxfer.dataplane.admission import Admission, Obstacle, Permit
+from kvxfer.dataplane.admission import Admission, Obstacle, Permit, Turns
 from kvxfer.errors import InternalError
 
 
 class Waiter(Protocol):
-    """What may stand here: hashed by identity, part of ``transfer``; ``permit`` is set by the line alone."""
+    """What may stand here: hashed by identity, part of ``transfer``; ``permit`` is set by the line alone. ``rank``: see
+    `admission.rank_of`.
+    """
 
     permit: Permit | None
+    rank: int
 
     @property
     def transfer(self) -> Hashable: ...
@@ -36,12 +39,13 @@ class Line(Generic[W]):
         self.admission = admission
         self._queued: dict[Permit, W] = {}  # exactly the permits that wait
         self._going: OrderedDict[W, None] = OrderedDict()  # admitted, its turn comes in `run`
-        self._no_room: OrderedDict[W, None] = OrderedDict()  # admitted or small; the engine was full
+        self._no_room: dict[int, OrderedDict[W, None]] = {}  # by rank: admitted or small; the engine was full
+        self._turns = Turns()
         self._by_transfer: dict[Hashable, OrderedDict[W, None]] = {}
         self._runs = False
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self._going) + len(self._no_room)
+        return len(self._queued) + len(self._going) + sum(map(len, self._no_room.values()))
 
     @property
     def is_blocked(self) -> bool:
@@ -50,7 +54,7 @@ class Line(Generic[W]):
 
     def enter(self, work: W, peer: Hashable, size: int, now: float) -> bool:
         """Take a place in the peer's window; False: it waits for one. Raises what `Admission.admit` raises."""
-        work.permit, verdict = self.admission.admit(peer, size, now)
+        work.permit, verdict = self.admission.admit(peer, size, now, rank=work.rank)
         if verdict == "admitted":
             return True
         self._queued[work.permit] = work
@@ -59,7 +63,7 @@ class Line(Generic[W]):
 
     def wait_for_room(self, work: W) -> None:
         """The engine has no room for it now."""
-        self._no_room[work] = None
+        self._no_room.setdefault(work.rank, OrderedDict())[work] = None
         self._index(work)
 
     def ended(self, work: W) -> None:
@@ -76,13 +80,15 @@ class Line(Generic[W]):
             self._forget(work)
             self._started(self.admission.abandon(permit))
             return True
-        for place in (self._going, self._no_room):
-            if work in place:
-                del place[work]
-                self._forget(work)
-                self.ended(work)
-                return True
-        return False
+        if work in self._going:
+            del self._going[work]
+        elif work in self._no_room.get(work.rank, ()):
+            self._take_back(work)
+        else:
+            return False
+        self._forget(work)
+        self.ended(work)
+        return True
 
     def of(self, transfer: Hashable) -> tuple[W, ...]:
         """The work of one transfer that waits here, in the order in which it came."""
@@ -90,7 +96,7 @@ class Line(Generic[W]):
 
     def everybody(self) -> tuple[W, ...]:
         """All that waits here."""
-        return (*self._queued.values(), *self._going, *self._no_room)
+        return (*self._queued.values(), *self._going, *(work for line in self._no_room.values() for work in line))
 
     def run(self, submit: Callable[[W], None]) -> None:
         """Submit all that may go. A call from inside ``submit`` does nothing: the outer one goes on."""
@@ -106,15 +112,18 @@ class Line(Generic[W]):
             self._runs = False
 
     def retry(self, submit: Callable[[W], None]) -> None:
-        """The engine may have room again: first come, first served, until one meets a full engine again."""
-        for _ in range(len(self._no_room)):
+        """The engine may have room again: by rank, and within a rank first come, first served, until one meets a full
+        engine again.
+        """
+        for _ in range(sum(map(len, self._no_room.values()))):
             if not self._no_room:  # what completed inside the engine's call made room, and others were faster
                 return
-            work, _ = self._no_room.popitem(last=False)
+            work = next(iter(self._no_room[self._turns.take(self._no_room)]))
+            self._take_back(work)
             self._forget(work)
             submit(work)
-            if work in self._no_room:  # still no room: back to its place
-                self._no_room.move_to_end(work, last=False)
+            if work in self._no_room.get(work.rank, ()):  # still no room: back to its place
+                self._no_room[work.rank].move_to_end(work, last=False)
                 return
 
     def obstacle(self, transfer: Hashable) -> Obstacle | None:
@@ -151,6 +160,12 @@ class Line(Generic[W]):
     def _started(self, permits: Iterable[Permit]) -> None:
         for permit in permits:
             self._going[self._queued.pop(permit)] = None
+
+    def _take_back(self, work: W) -> None:
+        line = self._no_room[work.rank]
+        del line[work]
+        if not line:
+            del self._no_room[work.rank]
 
     def _index(self, work: W) -> None:
         self._by_transfer.setdefault(work.transfer, OrderedDict())[work] = None

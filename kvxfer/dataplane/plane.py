@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Obstacle, Permit
+from kvxfer.dataplane.admission import Admission, Obstacle, Permit, rank_of
 from kvxfer.dataplane.choice import Choice
 from kvxfer.dataplane.early import Unexpected
 from kvxfer.dataplane.line import Line
@@ -42,7 +42,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, TransportInfo
-from kvxfer.native.facts import MemoryKind
+from kvxfer.native.facts import MemoryKind, Priority
 from kvxfer.native.status import Status, error_for
 from kvxfer.tasks import TaskOwner
 
@@ -82,6 +82,7 @@ class Work:
     ready: Import
     permit: Permit | None = None
     lost: KvxferError | None = None  # the connection of its first attempt ended before anything had moved
+    rank: int = 0  # set before it waits anywhere, see `admission.rank_of`
 
 
 def may_repeat(part: Part, error: KvxferError, unsent: bool) -> bool:
@@ -169,14 +170,14 @@ class DataPlane:
 
     # -- transfers --------------------------------------------------------------------------------------
 
-    def start(self, parts: Sequence[Part], *, timeout: float, peer: str) -> Transfer:
+    def start(self, parts: Sequence[Part], *, timeout: float, peer: str, priority: int = Priority.NORMAL) -> Transfer:
         """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
         outcome.
         """
         if self._closing:
             raise ClosedError("the data plane is closed")
         self._next_op += 1
-        transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts))
+        transfer = Transfer(self, op_id=self._next_op, peer=peer, parts=len(parts), priority=priority)
         for number, part in enumerate(parts):
             part.number = number if len(parts) > 1 else None
             if part.span is None and part.segments is None:
@@ -301,6 +302,7 @@ class DataPlane:
         if size > self._small_bytes[work.ready.route.info.name]:
             peer = work.ready.route.engine_id
             now = self._now()
+            work.rank = rank_of(work.transfer.priority, size)
             try:
                 # A part larger than the window has the window for itself.
                 admitted = self._line.enter(work, peer, min(size, self._window_bytes), now)
@@ -311,10 +313,14 @@ class DataPlane:
                 work.ready.users += 1
                 return
         if self._line.is_blocked:
-            work.ready.users += 1
-            self._line.wait_for_room(work)
+            self._wait_for_room(work)
         else:
             self._submit(work)
+
+    def _wait_for_room(self, work: Work) -> None:
+        work.ready.users += 1
+        work.rank = rank_of(work.transfer.priority, work.part.size)
+        self._line.wait_for_room(work)
 
     def _submit(self, work: Work) -> None:
         transfer, part, ready = work.transfer, work.part, work.ready
@@ -326,15 +332,20 @@ class DataPlane:
             if part.span is not None:
                 local, remote, length = part.span
                 result = self.engine.submit_one(
-                    part.kind, part.region, ready.handle, local, remote, length, notify=part.notify, check=part.check
+                    *(part.kind, part.region, ready.handle, local, remote, length),
+                    notify=part.notify,
+                    check=part.check,
+                    priority=transfer.priority,
                 )
             else:
                 result = self.engine.submit(
-                    part.kind, part.region, ready.handle, part.segments, notify=part.notify, check=part.check
+                    *(part.kind, part.region, ready.handle, part.segments),
+                    notify=part.notify,
+                    check=part.check,
+                    priority=transfer.priority,
                 )
         except BusyError:
-            ready.users += 1
-            self._line.wait_for_room(work)
+            self._wait_for_room(work)
             return
         except UnknownRegion as error:
             # Either our region is gone, or the import: its connection ended, and the news is still in the ring.

@@ -62,11 +62,12 @@ class Transfer:
         "notice",
         "op_id",
         "peer",
+        "priority",
         "state",
         "transport",
     )
 
-    def __init__(self, canceller: Canceller, *, op_id: int, peer: str, parts: int) -> None:
+    def __init__(self, canceller: Canceller, *, op_id: int, peer: str, parts: int, priority: int = 1) -> None:
         self._canceller = canceller
         self._cancelling: KvxferError | None = None
         self._error: KvxferError | None = None
@@ -85,6 +86,7 @@ class Transfer:
         self.notice = False  # it moves no bytes, it only tells
         self.op_id = op_id
         self.peer = peer
+        self.priority = priority
         self.transport = ""
         self.state = RUNNING
 

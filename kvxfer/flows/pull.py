@@ -91,6 +91,7 @@ class Pull:
         *,
         timeout: float,
         on_layer: Callable[[int], None] | None,
+        priority: int,
     ) -> None:
         self._client = client
         self._sources = [Source(ticket, number) for number, ticket in enumerate(_different(tickets))]
@@ -99,6 +100,7 @@ class Pull:
         self._table = table
         self._timeout = timeout
         self._on_layer = on_layer
+        self._priority = priority
         self._running: list[Transfer] = []
         self._error: KvxferError | None = None
         self._at_fault: Source | None = None
@@ -235,7 +237,9 @@ class Pull:
             self._raise_if_failed()
             if parts:
                 left = deadline.require(f"layer {layer} was read", TRANSFERRING)
-                transfer = self._client.plane.start(parts, timeout=left, peer=source.ticket.request_id)
+                transfer = self._client.plane.start(
+                    parts, timeout=left, peer=source.ticket.request_id, priority=self._priority
+                )
                 self._running.append(transfer)
                 started.append((source, transfer))
         return started
@@ -279,7 +283,9 @@ class Pull:
         )
         left = deadline.require("the publisher was released", NOTIFYING)
         try:
-            await self._client.plane.start([notice], timeout=left, peer=source.ticket.request_id)
+            await self._client.plane.start(
+                [notice], timeout=left, peer=source.ticket.request_id, priority=self._priority
+            )
         except (TransferError, PeerError):
             # Every byte is here; a publisher that just withdrew or went needs no release, and the settle message
             # tells the rest.

@@ -82,6 +82,7 @@ class Push:
         wait_s: float,
         timeout: float,
         land: bool,
+        priority: int,
     ) -> None:
         self._client = client
         self._to = tuple(to)
@@ -91,6 +92,7 @@ class Push:
         self._wait_s = wait_s
         self._timeout = timeout
         self._land = land
+        self._priority = priority
         self._claim: ClaimHandle | None = None
         self._peer: Posting | None = None
         self._plan: Plan | None = None
@@ -280,7 +282,7 @@ class Push:
             for part in parts
         ] or [self._bare_notification(*notice)]
         left = deadline.require(f"layer {index} was written", TRANSFERRING)
-        transfer = self._client.plane.start(work, timeout=left, peer=self.request_id)
+        transfer = self._client.plane.start(work, timeout=left, peer=self.request_id, priority=self._priority)
         self._running[transfer] = None
         transfer.on_settled(partial(self._layer_settled, index))
         if len(parts) > 1:
@@ -308,7 +310,9 @@ class Push:
 
     def _notify(self, tag: int, value: int, timeout: float) -> Transfer:
         """A notification without bytes, on its way like a layer."""
-        notice = self._client.plane.start([self._bare_notification(tag, value)], timeout=timeout, peer=self.request_id)
+        notice = self._client.plane.start(
+            [self._bare_notification(tag, value)], timeout=timeout, peer=self.request_id, priority=self._priority
+        )
         self._running[notice] = None
         notice.on_settled(self._notice_settled)
         return notice

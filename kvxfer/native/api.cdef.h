@@ -72,8 +72,10 @@
 #define KVX_OP_PUT 1
 #define KVX_OP_GET 2
 /* kvx_submit_args.flags */
-#define KVX_OP_NOTIFY 1 /* tell the owner (tag, value) once every byte is visible to it */
-#define KVX_OP_CHECK  2 /* checksum end to end; a mismatch is KVX_E_INTEGRITY */
+#define KVX_OP_NOTIFY   1 /* tell the owner (tag, value) once every byte is visible to it */
+#define KVX_OP_CHECK    2 /* checksum end to end; a mismatch is KVX_E_INTEGRITY */
+#define KVX_OP_CRITICAL 4 /* goes ahead of operations without this flag; */
+#define KVX_OP_BULK     8 /* lets them go ahead. Not both; nothing starves */
 
 /* kvx_event.kind */
 #define KVX_EV_TRANSFER    1 /* token of kvx_submit */

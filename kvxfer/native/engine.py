@@ -25,6 +25,7 @@ from kvxfer.native.facts import (
     GrantInfo,
     MemoryKind,
     OpKind,
+    Priority,
     RegionInfo,
     TransportInfo,
 )
@@ -50,12 +51,14 @@ __all__ = [
     "GrantInfo",
     "MemoryKind",
     "OpKind",
+    "Priority",
     "RegionInfo",
     "TransportInfo",
     "forks",
 ]
 
 NOTIFY, CHECK = 1, 2
+PRIORITY_FLAGS = (4, 0, 8)  # by `Priority`
 
 
 def encryption_missing() -> str:
@@ -76,6 +79,7 @@ class Engine(Memory, Connections, Notes):
         *,
         notify: tuple[int, int] | None = None,
         check: bool = False,
+        priority: int = Priority.NORMAL,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         """Start one operation over all segments: uint64 (n, 3) in C order, rows [local offset, remote offset, length].
 
@@ -90,7 +94,7 @@ class Engine(Memory, Connections, Notes):
             if not segments.flags.c_contiguous:
                 raise UsageError("segments must be in C order")
             native, count = ffi.from_buffer("kvx_segment[]", segments), len(segments)
-        return self._submit(kind, region, import_, native, count, notify, check)
+        return self._submit(kind, region, import_, native, count, notify, check, priority)
 
     def submit_one(
         self,
@@ -103,6 +107,7 @@ class Engine(Memory, Connections, Notes):
         *,
         notify: tuple[int, int] | None = None,
         check: bool = False,
+        priority: int = Priority.NORMAL,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         """`submit` for a single span; offsets and length in bytes."""
         segment = self._segment
@@ -112,7 +117,7 @@ class Engine(Memory, Connections, Notes):
             segment.length = length
         except OverflowError:
             raise error_for(Status.LENGTH, what="submit", offset=local_offset, length=length) from None
-        return self._submit(kind, region, import_, segment, 1, notify, check)
+        return self._submit(kind, region, import_, segment, 1, notify, check, priority)
 
     def _submit(
         self,
@@ -123,6 +128,7 @@ class Engine(Memory, Connections, Notes):
         count: int,
         notify: tuple[int, int] | None,
         check: bool,
+        priority: int,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         if (
             self._engine is None
@@ -137,9 +143,9 @@ class Engine(Memory, Connections, Notes):
         setattr(args, "import", import_)
         args.count = count
         if notify is None:
-            args.flags = CHECK if check else 0
+            args.flags = PRIORITY_FLAGS[priority] | (CHECK if check else 0)
         else:
-            args.flags = CHECK | NOTIFY if check else NOTIFY
+            args.flags = PRIORITY_FLAGS[priority] | (CHECK | NOTIFY if check else NOTIFY)
             args.tag, args.value = notify
         event = self._inline_event
         status = lib.kvx_submit(self._engine, args, segments, self._token_p, self._inline_p, event)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, UsageError
 from kvxfer.native.transports import accelerators_likely, expanded
 
 if TYPE_CHECKING:
@@ -43,6 +43,23 @@ class OpKind(IntEnum):
 
     PUT = 1
     GET = 2
+
+
+class Priority(IntEnum):
+    """How urgent a transfer is."""
+
+    CRITICAL = 0
+    NORMAL = 1
+    BULK = 2
+
+    @classmethod
+    def of(cls, word: object) -> Priority:
+        """Of "critical", "normal" or "bulk"; anything else is a `UsageError`."""
+        for one in cls:
+            if one.name.lower() == word:
+                return one
+        words = ", ".join(one.name.lower() for one in cls)
+        raise UsageError(f"priority must be one of {words}", field="priority", value=repr(word)[:40])
 
 
 class MemoryKind(IntEnum):

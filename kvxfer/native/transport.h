@@ -97,7 +97,8 @@ typedef struct kvx_import {
 struct kvx_op {
     uint64_t token;
     uint32_t kind;      /* KVX_OP_PUT | KVX_OP_GET */
-    uint32_t flags;     /* KVX_OP_NOTIFY | KVX_OP_CHECK */
+    uint32_t flags;     /* KVX_OP_* */
+    uint32_t rank;      /* how urgent it is, see turns.h */
     kvx_region *region; /* pinned until kvx_op_complete; NULL when count == 0 */
     kvx_import *import;
     kvx_segment *segments; /* adjacent ones merged; owned by the core until kvx_op_complete */
@@ -202,12 +203,14 @@ void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length)
 kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot);
 uint64_t kvx_now_ms(void); /* CLOCK_MONOTONIC */
 
-/* Copy pool: runs job->run(job) on one of config->copy_threads threads, first in first out. */
+/* Copy pool: runs job->run(job) on one of config->copy_threads threads; within a rank (turns.h) first in first out. */
 typedef struct kvx_job {
     void (*run)(struct kvx_job *job);
     struct kvx_job *next;
+    uint32_t rank; /* 0, what comes first, unless it moves the bytes of an operation */
 } kvx_job;
 void kvx_core_job_post(kvx_core *core, kvx_job *job);
+bool kvx_core_job_yields(kvx_core *core, uint32_t rank); /* does a job of a lower rank wait? */
 
 /* Completions. Each is exactly once per object; a second call aborts the process (KVX_ASSERT). Do not touch an op after
  * kvx_op_complete or a peer (and its imports) after kvx_peer_closed: they are gone. `segment` is the index in

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections import defaultdict
 
 import pytest
@@ -10,8 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Permit
+from kvxfer.dataplane.admission import PASSES, RANKS, SHORT_BYTES, Admission, Permit, Turns, rank_of
 from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge, UsageError
+from kvxfer.native.engine import PRIORITY_FLAGS
+from tests.native.alone import compiled_text
+from tests.native.sources import NATIVE
 
 KIB64 = 64 << 10
 
@@ -67,6 +72,57 @@ def test_other_peers_do_not_starve_a_large_operation_of_the_global_limit() -> No
     assert admission.done(running[0]) == []
     assert admission.done(running[1]) == [large]
     assert admission.done(large) == [small]
+
+
+MIB = 1 << 20
+CRITICAL, NORMAL, BULK = 0, 1, 2
+
+
+def test_ranks_go_from_short_and_critical_to_long_and_bulk() -> None:
+    ranks = [
+        rank_of(priority, size) for priority in (CRITICAL, NORMAL, BULK) for size in (SHORT_BYTES, SHORT_BYTES + 1)
+    ]
+    assert ranks == list(range(RANKS))
+
+
+def test_what_is_short_or_more_urgent_does_not_wait_for_what_fills_the_window() -> None:
+    admission = Admission(Config(window_bytes_max=256 * MIB, inflight_bytes_max=256 * MIB))
+    long = rank_of(NORMAL, 256 * MIB)
+    first, verdict = admission.admit("a", 256 * MIB, 0.0, rank=long)
+    assert verdict == "admitted"
+    second, verdict = admission.admit("a", 256 * MIB, 0.0, rank=long)
+    assert verdict == "queued", "of the same rank"
+    assert admission.admit("a", MIB, 0.0, rank=rank_of(NORMAL, MIB))[1] == "admitted"
+    critical, verdict = admission.admit("a", 256 * MIB, 0.0, rank=rank_of(CRITICAL, 256 * MIB))
+    assert verdict == "admitted"
+    bulk, verdict = admission.admit("a", 256 * MIB, 0.0, rank=rank_of(BULK, 256 * MIB))
+    assert verdict == "admitted", "one of each rank may always be in flight: nothing starves"
+    late, verdict = admission.admit("a", 256 * MIB, 0.0, rank=rank_of(BULK, 256 * MIB))
+    assert verdict == "queued"
+    admission.check()
+    assert admission.done(first) == [second], "the only one of its rank, whatever is more urgent"
+    assert admission.done(critical) == []
+    assert admission.done(bulk) == [late]
+    admission.check()
+
+
+def test_the_limit_for_all_peers_keeps_nothing_urgent_waiting_for_bulk() -> None:
+    admission = Admission(Config(window_bytes_max=8 * MIB, inflight_bytes_max=8 * MIB))
+    bulk = rank_of(BULK, 8 * MIB)
+    admission.admit("a", 8 * MIB, 0.0, rank=bulk)
+    assert admission.admit("b", 8 * MIB, 0.0, rank=bulk)[1] == "queued"
+    assert admission.admit("b", 8 * MIB, 0.0, rank=rank_of(NORMAL, 8 * MIB))[1] == "admitted"
+    assert admission.admit("b", MIB, 0.0, rank=rank_of(CRITICAL, MIB))[1] == "admitted"
+    admission.check()
+
+
+def test_turns_serve_the_most_urgent_and_starve_nobody() -> None:
+    turns = Turns()
+    served = [turns.take({0, 3, 5}) for _ in range(200)]
+    assert served[:PASSES] == [0] * PASSES
+    assert served.count(5) >= 200 // (PASSES + 2) - 1
+    assert served.count(3) >= 200 // (PASSES + 2) - 1
+    assert turns.take({4}) == 4
 
 
 def test_a_full_line_says_so() -> None:
@@ -229,16 +285,20 @@ class AdmissionMachine(RuleBasedStateMachine):
     def started(self, permits: list[Permit]) -> None:
         for permit in permits:
             assert permit in self.waiting
-            earlier = [other for other in self.waiting if other.peer == permit.peer]
+            earlier = [other for other in self.waiting if (other.peer, other.rank) == (permit.peer, permit.rank)]
             assert earlier[0] is permit, "FIFO"
             self.waiting.remove(permit)
             self.running.append(permit)
             self.spent[str(permit.peer)] = self.spent.get(str(permit.peer), 0) + 1
 
-    @rule(peer=st.sampled_from("ab"), size=st.sampled_from([0, 1, KIB64, 3 * KIB64, 4 * KIB64]))
-    def admit(self, peer: str, size: int) -> None:
+    @rule(
+        peer=st.sampled_from("ab"),
+        size=st.sampled_from([0, 1, KIB64, 3 * KIB64, 4 * KIB64]),
+        rank=st.integers(0, RANKS - 1),
+    )
+    def admit(self, peer: str, size: int, rank: int) -> None:
         try:
-            permit, verdict = self.admission.admit(peer, size, 0.0)
+            permit, verdict = self.admission.admit(peer, size, 0.0, rank=rank)
         except PeerBackpressure:
             assert sum(permit.peer == peer for permit in self.waiting) == 4
             return
@@ -278,7 +338,8 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(peer=st.sampled_from("ab"))
     def remove(self, peer: str) -> None:
         failed, started = self.admission.remove_peer(peer)
-        assert failed == [permit for permit in self.waiting if permit.peer == peer]
+        mine = [permit for permit in self.waiting if permit.peer == peer]
+        assert failed == sorted(mine, key=lambda permit: permit.rank)
         self.waiting = [permit for permit in self.waiting if permit.peer != peer]
         self.granted.pop(peer, None)
         self.started(started)
@@ -287,6 +348,10 @@ class AdmissionMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.admission.check()
         assert self.admission.inflight_ops == len(self.running)
+        for permit in self.waiting:  # bulk never starves, and nothing waits for what is less urgent
+            credits_left = self.admission.window(str(permit.peer)).credits
+            assert credits_left == 0 or any(other.rank <= permit.rank for other in self.running)
+            assert credits_left == 0 or any(other.rank == permit.rank for other in self.running)
         for peer in "ab":
             window = self.admission.window(peer)
             assert window.waiting == sum(permit.peer == peer for permit in self.waiting)
@@ -296,3 +361,45 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 TestAdmissionMachine = AdmissionMachine.TestCase
 TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- the same decisions in C ------------------------------------------------------------------------------------------
+
+SOURCE = """
+#include "turns.h"
+kvx_turns turns;
+uint32_t peek(uint32_t waiting) { return kvx_turns_peek(&turns, waiting); }
+uint32_t take(uint32_t waiting) { return kvx_turns_take(&turns, waiting); }
+uint32_t rank(int critical, int bulk, uint64_t bytes) { return kvx_rank(critical, bulk, bytes); }
+void reset(void) { turns = (kvx_turns){0}; }
+"""
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    library = compiled_text(tmp_path_factory.mktemp("turns"), SOURCE)
+    library.rank.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_uint64)
+    return library
+
+
+def constants(header: str) -> dict[str, str]:
+    return dict(re.findall(r"#define (KVX_\w+)\s+(\S.*?)(?:\s+/\*.*)?$", (NATIVE / header).read_text(), re.MULTILINE))
+
+
+def test_both_halves_mean_the_same(turns: ctypes.CDLL) -> None:
+    found = constants("turns.h")
+    assert (int(found["KVX_RANKS"]), int(found["KVX_PASSES"])) == (RANKS, PASSES)
+    flags = constants("api.cdef.h")
+    assert (int(flags["KVX_OP_CRITICAL"]), 0, int(flags["KVX_OP_BULK"])) == PRIORITY_FLAGS
+    for priority in range(3):
+        for size in (0, SHORT_BYTES, SHORT_BYTES + 1, 1 << 40):
+            assert turns.rank(priority == 0, priority == 2, size) == rank_of(priority, size)
+
+
+@given(st.lists(st.integers(1, (1 << RANKS) - 1), max_size=60))
+def test_the_same_turns_in_c_and_in_python(turns: ctypes.CDLL, masks: list[int]) -> None:
+    turns.reset()
+    ours = Turns()
+    for mask in masks:
+        peeked = turns.peek(mask)
+        assert turns.take(mask) == peeked == ours.take({rank for rank in range(RANKS) if mask >> rank & 1})

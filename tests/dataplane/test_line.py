@@ -20,8 +20,9 @@ KIB64 = 64 << 10
 class Work:
     """A part of a transfer, as the line sees it."""
 
-    def __init__(self, transfer: int) -> None:
+    def __init__(self, transfer: int, rank: int = 2) -> None:
         self.transfer = transfer
+        self.rank = rank
         self.permit: Permit | None = None
 
 
@@ -95,6 +96,18 @@ def test_what_waits_for_the_engine_is_retried_in_order_also_when_a_completion_in
     assert len(line) == 0
 
 
+def test_what_waits_for_the_engine_goes_by_rank_and_nothing_starves() -> None:
+    line, seen = make(), []
+    bulk = Work(0, rank=5)
+    line.wait_for_room(bulk)
+    for at in range(1, 30):
+        line.wait_for_room(Work(at, rank=0))
+    line.retry(seen.append)
+    assert len(seen) == 30
+    assert 0 < seen.index(bulk) <= 8
+    assert [work.transfer for work in seen if work is not bulk] == list(range(1, 30))
+
+
 def test_a_permit_that_is_left_is_an_internal_error_that_names_it() -> None:
     line = make()
     line.check_idle()
@@ -144,12 +157,13 @@ class LineMachine(RuleBasedStateMachine):
         peer=st.sampled_from("ab"),
         sizes=st.lists(st.sampled_from([0, 1, KIB64, 3 * KIB64, 4 * KIB64]), min_size=1, max_size=5),
         script=st.lists(st.sampled_from(["taken", "fails", "ends", "full"]), max_size=6),
+        rank=st.sampled_from([0, 2, 5]),
     )
-    def start(self, peer: str, sizes: list[int], script: list[str]) -> None:
+    def start(self, peer: str, sizes: list[int], script: list[str], rank: int) -> None:
         self.script = script
         self.transfers += 1
         for size in sizes:
-            work = Work(self.transfers)
+            work = Work(self.transfers, rank)
             if work.transfer in self.over:  # an earlier part failed at once
                 return
             try:

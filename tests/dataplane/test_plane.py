@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.dataplane.admission import rank_of
 from kvxfer.dataplane.plane import DataPlane, Part, Work
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
@@ -28,7 +29,7 @@ from kvxfer.errors import (
     WrongKey,
 )
 from kvxfer.memory.region import Region
-from kvxfer.native.engine import Engine, EngineConfig, OpKind
+from kvxfer.native.engine import Engine, EngineConfig, OpKind, Priority
 
 LENGTH = 1 << 20
 
@@ -345,6 +346,7 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
         plane, described = a.plane, b.region.descriptor("w")
         await a.start(described)
         held = Work(Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        held.rank = rank_of(Priority.NORMAL, LENGTH)
         assert plane._line.enter(held, b.plane.engine_id, LENGTH, 0.0)
         with pytest.raises(TransferTimeout, match=f"waits for window_bytes_max, {LENGTH} of {LENGTH} in use") as caught:
             await a.start(described, timeout=0.05)
@@ -362,3 +364,47 @@ async def test_a_permit_that_is_left_when_everything_has_ended_is_reported_by_ac
             await asyncio.wait_for(a.plane.aclose(), 10)
         with pytest.raises(ClosedError):
             a.plane.start([], timeout=1, peer="test")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_what_is_urgent_does_not_wait_for_a_window_full_of_bulk(tmp_path: Path, transport: str) -> None:
+    options = {"window_bytes_max": LENGTH, "fault_spec": "chunk_bytes=65536,chunk_ms=5"}
+    async with sides(tmp_path, (f"fault+{transport}",), (transport,), **options) as (a, b):
+        described = b.region.descriptor("w")
+        await a.start(described, 4096)
+        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
+        bulk = [a.plane.start((part,), timeout=60, peer="test", priority=Priority.BULK) for _ in range(8)]
+        urgent = a.plane.start((part,), timeout=60, peer="test", priority=Priority.CRITICAL)
+        assert (await urgent).state == "done"
+        assert not bulk[-1].done
+        for transfer in bulk:
+            assert (await transfer).state == "done"
+        a.plane._line.check_idle()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_every_priority_and_size_arrives_however_many_there_are(tmp_path: Path, transport: str) -> None:
+    async with sides(tmp_path, (transport,), window_bytes_max=LENGTH) as (a, b):
+        a.region.array[:] = np.arange(LENGTH, dtype=np.uint32).astype(np.uint8)
+        described = b.region.descriptor("w")
+        piece = LENGTH // 32
+        parts = [
+            Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(at * piece, at * piece, piece))
+            for at in range(32)
+        ]
+        ways = [*Priority, None]
+        started = []
+        for at, part in enumerate(parts):
+            priority = ways[at % 4]
+            how = {} if priority is None else {"priority": priority}
+            started.append(a.plane.start((part,), timeout=60, peer="test", **how))
+        for transfer in started:
+            await transfer
+        assert np.array_equal(a.region.array, b.region.array)
+        a.plane._line.check()
+
+
+@pytest.mark.parametrize("word", ["urgent", "", None, 1, "Bulk"])
+def test_another_word_for_a_priority_is_refused(word: object) -> None:
+    with pytest.raises(UsageError, match="critical, normal, bulk"):
+        Priority.of(word)

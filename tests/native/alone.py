@@ -15,12 +15,22 @@ FLAGS = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC",
 
 def compiled(directory: Path, name: str, more: str = "") -> ctypes.CDLL:
     """The engine's ``<name>.c``, and ``more``: C text for what it calls elsewhere."""
-    compiler = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
-    assert compiler is not None, "a C compiler built the engine"
     sources = [named(f"{name}.c")]
     if more:
         sources.append(directory / "more.c")
         sources[-1].write_text(more)
-    target = directory / f"{name}.so"
+    return library(directory / f"{name}.so", sources)
+
+
+def compiled_text(directory: Path, text: str) -> ctypes.CDLL:
+    """C text that uses a pure header of the engine."""
+    source = directory / "text.c"
+    source.write_text(text)
+    return library(directory / "text.so", [source])
+
+
+def library(target: Path, sources: list[Path]) -> ctypes.CDLL:
+    compiler = os.environ.get("CC") or which("gcc") or which("clang") or which("cc")
+    assert compiler is not None, "a C compiler built the engine"
     subprocess.run([compiler, *FLAGS, "-o", str(target), *map(str, sources)], check=True)
     return ctypes.CDLL(str(target))

@@ -118,16 +118,28 @@ static void threads_join(kvx_core *core) {
     }
 }
 
+/* With pool_lock held. */
+static kvx_job *pool_take(kvx_core *core) {
+    uint32_t waiting = atomic_load_explicit(&core->pool_waiting, memory_order_relaxed);
+    if (waiting == 0) {
+        return NULL;
+    }
+    uint32_t rank = kvx_turns_take(&core->pool_turns, waiting);
+    kvx_job *job = core->pool[rank].first;
+    core->pool[rank].first = job->next;
+    if (job->next == NULL) {
+        core->pool[rank].last = NULL;
+        atomic_store_explicit(&core->pool_waiting, waiting & ~(1u << rank), memory_order_relaxed);
+    }
+    return job;
+}
+
 static void *pool_main(void *argument) {
     kvx_core *core = argument;
     pthread_mutex_lock(&core->pool_lock);
     for (;;) {
-        kvx_job *job = core->pool_first;
+        kvx_job *job = pool_take(core);
         if (job != NULL) {
-            core->pool_first = job->next;
-            if (core->pool_first == NULL) {
-                core->pool_last = NULL;
-            }
             pthread_mutex_unlock(&core->pool_lock);
             job->run(job);
             pthread_mutex_lock(&core->pool_lock);
@@ -145,14 +157,20 @@ void kvx_core_job_post(kvx_core *core, kvx_job *job) {
     job->next = NULL;
     pthread_mutex_lock(&core->pool_lock);
     KVX_ASSERT(!core->stopped);
-    if (core->pool_last != NULL) {
-        core->pool_last->next = job;
+    KVX_ASSERT(job->rank < KVX_RANKS);
+    if (core->pool[job->rank].last != NULL) {
+        core->pool[job->rank].last->next = job;
     } else {
-        core->pool_first = job;
+        core->pool[job->rank].first = job;
+        atomic_fetch_or_explicit(&core->pool_waiting, 1u << job->rank, memory_order_relaxed);
     }
-    core->pool_last = job;
+    core->pool[job->rank].last = job;
     pthread_mutex_unlock(&core->pool_lock);
     pthread_cond_signal(&core->pool_wake);
+}
+
+bool kvx_core_job_yields(kvx_core *core, uint32_t rank) {
+    return (atomic_load_explicit(&core->pool_waiting, memory_order_relaxed) & ((1u << rank) - 1)) != 0;
 }
 
 int kvx_pool_start(kvx_core *core) {

@@ -14,6 +14,7 @@
 #include "core/ring.h"
 #include "core/table.h"
 #include "transport.h"
+#include "turns.h"
 
 #define KVX_THREADS_MAX    64          /* progress threads of one transport, and copy threads */
 #define KVX_SEGMENTS_SMALL 4           /* segments that a submit keeps without malloc */
@@ -148,7 +149,11 @@ struct kvx_core {
 
     pthread_mutex_t pool_lock;
     pthread_cond_t pool_wake;
-    kvx_job *pool_first, *pool_last;
+    struct {
+        kvx_job *first, *last;
+    } pool[KVX_RANKS];
+    _Atomic uint32_t pool_waiting; /* a bit for each rank with jobs; changed under pool_lock */
+    kvx_turns pool_turns;
     bool pool_stop;
     uint32_t pool_threads;
     pthread_t pool_ids[KVX_THREADS_MAX];

@@ -177,6 +177,7 @@ static int segments_take(op_box *box, const kvx_segment *segments, uint32_t coun
     }
     op->count = kept;
     op->bytes = bytes;
+    op->rank = kvx_rank(op->flags & KVX_OP_CRITICAL, op->flags & KVX_OP_BULK, bytes);
     return KVX_OK;
 }
 
@@ -184,7 +185,8 @@ static int args_check(kvx_core *core, const kvx_submit_args *args, const kvx_seg
     if (args->kind != KVX_OP_PUT && args->kind != KVX_OP_GET) {
         return KVX_E_INVALID;
     }
-    if ((args->flags & ~(uint32_t)(KVX_OP_NOTIFY | KVX_OP_CHECK)) != 0) {
+    const uint32_t priority = KVX_OP_CRITICAL | KVX_OP_BULK;
+    if ((args->flags & ~(KVX_OP_NOTIFY | KVX_OP_CHECK | priority)) != 0 || (args->flags & priority) == priority) {
         return KVX_E_INVALID;
     }
     if (args->count == 0 ? !(args->flags & KVX_OP_NOTIFY) : segments == NULL) {

@@ -25,6 +25,7 @@
 #include "proto/stream.h"
 #include "core/table.h"
 #include "transport.h"
+#include "turns.h"
 
 #define HIXL_DEVICES_MAX      32
 #define HIXL_LINKS_MAX        512 /* per device: what a communicator engine takes */
@@ -149,9 +150,13 @@ struct hixl_link {
     void *stream;                           /* by copy */
     hixl_map *maps[HIXL_MAPS_MAX];
     uint32_t map_count;
-    hixl_xfer *first;                /* all transfers of the link */
-    hixl_xfer *run_first, *run_last; /* those with something to submit, the next one to be served first */
-    uint64_t grace_ms;               /* the earliest of its transfers */
+    hixl_xfer *first; /* all transfers of the link */
+    struct {
+        hixl_xfer *first, *last;
+    } run[KVX_RANKS];     /* those with something to submit, the next one to be served first */
+    uint32_t run_waiting; /* a bit for each rank that has some */
+    kvx_turns turns;
+    uint64_t grace_ms; /* the earliest of its transfers */
     hixl_batch *batch_first, *batch_last;
     uint32_t live; /* batches under way */
     uint64_t live_bytes;
@@ -419,7 +424,8 @@ void kvx_hixl_views_close(hixl_device *device); /* in close */
 /* hixl_queue.c; on the device's thread */
 void kvx_hixl_run_push(hixl_link *link, hixl_xfer *xfer); /* unless it is in the line */
 void kvx_hixl_run_push_front(hixl_link *link, hixl_xfer *xfer);
-hixl_xfer *kvx_hixl_run_pop(hixl_link *link);               /* NULL: nobody waits */
+hixl_xfer *kvx_hixl_run_next(const hixl_link *link);        /* whose turn it is; NULL: nobody waits */
+hixl_xfer *kvx_hixl_run_pop(hixl_link *link);               /* the same, and it leaves the line */
 void kvx_hixl_run_remove(hixl_link *link, hixl_xfer *xfer); /* if it is in the line */
 void kvx_hixl_queue_push(hixl_link *link, hixl_xfer *xfer); /* a new one of the link, last in the line */
 void kvx_hixl_queue_remove(hixl_xfer *xfer);

@@ -1,5 +1,5 @@
-/* hixl_queue.c: the transfers of a link, and among them the line of those that have something to submit: the first is
- * served next. On the device's thread. */
+/* hixl_queue.c: the transfers of a link, and among them those that have something to submit, a line per rank (turns.h):
+ * the first of the rank whose turn it is is served next. On the device's thread. */
 #include "hixl/hixl.h"
 
 #include <stddef.h>
@@ -9,33 +9,38 @@ void kvx_hixl_run_push(hixl_link *link, hixl_xfer *xfer) {
         return;
     }
     xfer->running = true;
+    uint32_t rank = xfer->op->rank;
     xfer->run_next = NULL;
-    if (link->run_last != NULL) {
-        link->run_last->run_next = xfer;
+    if (link->run[rank].last != NULL) {
+        link->run[rank].last->run_next = xfer;
     } else {
-        link->run_first = xfer;
+        link->run[rank].first = xfer;
     }
-    link->run_last = xfer;
+    link->run[rank].last = xfer;
+    link->run_waiting |= 1u << rank;
 }
 
 void kvx_hixl_run_push_front(hixl_link *link, hixl_xfer *xfer) {
+    uint32_t rank = xfer->op->rank;
     xfer->running = true;
-    xfer->run_next = link->run_first;
-    link->run_first = xfer;
-    if (link->run_last == NULL) {
-        link->run_last = xfer;
+    xfer->run_next = link->run[rank].first;
+    link->run[rank].first = xfer;
+    if (link->run[rank].last == NULL) {
+        link->run[rank].last = xfer;
     }
+    link->run_waiting |= 1u << rank;
+}
+
+hixl_xfer *kvx_hixl_run_next(const hixl_link *link) {
+    return link->run_waiting == 0 ? NULL : link->run[kvx_turns_peek(&link->turns, link->run_waiting)].first;
 }
 
 hixl_xfer *kvx_hixl_run_pop(hixl_link *link) {
-    hixl_xfer *xfer = link->run_first;
-    if (xfer != NULL) {
-        link->run_first = xfer->run_next;
-        if (link->run_first == NULL) {
-            link->run_last = NULL;
-        }
-        xfer->running = false;
+    if (link->run_waiting == 0) {
+        return NULL;
     }
+    hixl_xfer *xfer = link->run[kvx_turns_take(&link->turns, link->run_waiting)].first;
+    kvx_hixl_run_remove(link, xfer);
     return xfer;
 }
 
@@ -43,17 +48,21 @@ void kvx_hixl_run_remove(hixl_link *link, hixl_xfer *xfer) {
     if (!xfer->running) {
         return;
     }
+    uint32_t rank = xfer->op->rank;
     hixl_xfer *before = NULL;
-    for (hixl_xfer *at = link->run_first; at != xfer; at = at->run_next) {
+    for (hixl_xfer *at = link->run[rank].first; at != xfer; at = at->run_next) {
         before = at;
     }
     if (before != NULL) {
         before->run_next = xfer->run_next;
     } else {
-        link->run_first = xfer->run_next;
+        link->run[rank].first = xfer->run_next;
     }
-    if (link->run_last == xfer) {
-        link->run_last = before;
+    if (link->run[rank].last == xfer) {
+        link->run[rank].last = before;
+    }
+    if (link->run[rank].first == NULL) {
+        link->run_waiting &= ~(1u << rank);
     }
     xfer->running = false;
 }

@@ -310,9 +310,9 @@ static void serve(hixl_link *link, uint64_t now_ms) {
     hixl_device *device = link->device;
     bool broken = false;
     bool full = link->route == HIXL_BY_COPY && link->live != 0; /* a stream tells only when all of it is done */
-    while (link->machine.state == HIXL_UP && link->run_first != NULL && !full && !broken &&
+    while (link->machine.state == HIXL_UP && link->run_waiting != 0 && !full && !broken &&
            link->live_bytes < link->window && device->batches < HIXL_BATCHES_MAX && now_ms >= link->again_ms) {
-        hixl_xfer *xfer = link->run_first;
+        hixl_xfer *xfer = kvx_hixl_run_next(link);
         bool cancelled = atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed);
         if (cancelled ||
             xfer->import->location.epoch != link->epoch) { /* its addresses are of a process that is gone */
@@ -453,7 +453,7 @@ static void turn(hixl_link *link, uint64_t now_ms, bool look) {
     if (link->machine.state == HIXL_UP) {
         bool waited = link->live != 0;
         bool broken = link->route == HIXL_BY_COPY ? poll_copies(link) : poll_network(link);
-        if (waited && link->live == 0 && link->run_first != NULL && link->window < HIXL_WINDOW_MAX) {
+        if (waited && link->live == 0 && link->run_waiting != 0 && link->window < HIXL_WINDOW_MAX) {
             link->window *= 2;
         }
         completed = link->live < live;
@@ -464,10 +464,10 @@ static void turn(hixl_link *link, uint64_t now_ms, bool look) {
     if (look || (link->grace_ms != 0 && now_ms >= link->grace_ms)) {
         scan(link, now_ms);
     }
-    if (link->run_first != NULL) {
+    if (link->run_waiting != 0) {
         kvx_hixl_link_want(link, now_ms);
         serve(link, now_ms);
-        if (link->run_first != NULL) { /* it may have been made anew for this */
+        if (link->run_waiting != 0) { /* it may have been made anew for this */
             kvx_hixl_link_want(link, now_ms);
         }
     }
@@ -486,9 +486,9 @@ static uint64_t earlier(uint64_t a, uint64_t b) {
 static uint64_t due(const hixl_device *device) {
     uint64_t at_ms = 0;
     for (const hixl_link *link = device->links; link != NULL; link = link->next) {
-        at_ms = earlier(at_ms, hixl_machine_due(&link->machine, link->run_first != NULL));
+        at_ms = earlier(at_ms, hixl_machine_due(&link->machine, link->run_waiting != 0));
         at_ms = earlier(at_ms, link->grace_ms);
-        if (link->run_first != NULL && link->machine.state == HIXL_UP) {
+        if (link->run_waiting != 0 && link->machine.state == HIXL_UP) {
             at_ms = earlier(at_ms, link->again_ms);
         }
     }

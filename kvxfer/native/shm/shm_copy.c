@@ -1,6 +1,7 @@
 /* shm_copy.c: moving the bytes. Small operations are copied within submit, larger ones by the copy pool: several jobs
  * share one cursor, each takes a chunk, copies it, and looks whether it is still wanted. After a few chunks a job goes
- * to the end of the pool's queue, so that a huge operation neither starves the others nor hides a cancel behind it. */
+ * to the end of its rank's queue, so that a huge operation neither starves the others nor hides a cancel behind it; and
+ * after each chunk when something more urgent waits. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
 
@@ -430,6 +431,9 @@ static void job_run(kvx_job *job) {
             run->result.sys_errno = result.sys_errno;
             run->result.segment = result.segment;
         }
+        if (kvx_core_job_yields(run->shm->core, job->rank)) {
+            break;
+        }
     }
     if (more && run->next.segment < run->op->count) {
         pthread_mutex_unlock(&run->lock);
@@ -469,7 +473,7 @@ static int submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
     };
     pthread_mutex_init(&run->lock, NULL);
     for (uint32_t i = 0; i < jobs; i++) {
-        run->jobs[i] = (shm_job){.job.run = job_run, .run = run};
+        run->jobs[i] = (shm_job){.job = {.run = job_run, .rank = op->rank}, .run = run};
     }
     for (uint32_t i = 0; i < jobs; i++) { /* the last may be over before the loop is: it counts all of them first */
         kvx_core_job_post(shm->core, &run->jobs[i].job);

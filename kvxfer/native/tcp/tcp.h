@@ -22,11 +22,15 @@
 #include "proto/stream.h"
 #include "core/table.h"
 #include "transport.h"
+#include "turns.h"
 
-#define TCP_REQUESTS_MAX     64 /* frames in flight per connection */
-#define TCP_ANSWERS_MAX      64 /* answers queued per connection; more and we stop reading */
-#define TCP_WINDOW_FRAMES    4  /* full-size frames in flight per connection */
-#define TCP_KEY_FAILURES_MAX 8  /* refused ATTACH requests before the connection is closed */
+#define TCP_REQUESTS_MAX     64   /* frames in flight per connection */
+#define TCP_ANSWERS_MAX      64   /* answers queued per connection; more and we stop reading */
+#define TCP_WINDOW_FRAMES    4    /* full-size frames in flight per connection */
+#define TCP_MIXED_FRAMES     1    /* the same for an op while more urgent ones come and go, in smaller pieces: */
+#define TCP_MIXED_PIECES     2    /* a frame in so many */
+#define TCP_MIXED_MS         1000 /* so long after the last one */
+#define TCP_KEY_FAILURES_MAX 8    /* refused ATTACH requests before the connection is closed */
 #define TCP_THREADS_MAX      64
 #define TCP_VECTORS_MAX      1024         /* UIO_MAXIOV */
 #define TCP_TURN_BYTES       (4u << 20)   /* moved for one connection before others get their turn */
@@ -322,7 +326,12 @@ struct tcp_peer {
     tcp_import *imports;
     tcp_xfer *xfers;
     uint32_t staged; /* of them, with device memory on our side: the owner thread receives nothing meanwhile */
-    tcp_xfer *run_first, *run_last;
+    struct {
+        tcp_xfer *first, *last;
+        uint64_t seen_ms; /* when the last op of this rank came */
+    } run[KVX_RANKS];
+    uint32_t run_waiting; /* a bit for each rank with ops that have a frame to start */
+    kvx_turns turns;
     uint32_t streams;
     tcp_conn *conns[KVX_STREAM_STREAMS_MAX];
 };

@@ -1,11 +1,12 @@
 /* tcp_xfer.c: the dialler's transfers: cut an op into frames, spread them over the streams, collect the answers.
  *
- * Ops that have a frame to start stand in one queue per peer. A stream that has room takes the op at the head, cuts one
- * frame and puts the op back at the tail: streams share the work by taking it, and a small op waits for one frame of
- * each other op, not for all of a big one. A frame is cut by moving a cursor over the op's own segment list, nothing is
- * copied. An op completes when it has no frame left to start and none unanswered; cancelling drops what is not started,
- * lets go of gets at once (their data is thrown away when it comes) and waits for puts, since only the owner's answer
- * or a reset proves that no byte will follow. */
+ * Ops that have a frame to start stand in one queue per peer and rank (turns.h). A stream that has room takes the op at
+ * the head, cuts one frame and puts the op back at the tail: streams share the work by taking it, and a small op waits
+ * for one frame of each other op of its rank, not for all of a big one. What is already on a stream cannot be
+ * overtaken; so while more urgent ops come and go, the others have only a little on each stream at a time. A frame is
+ * cut by moving a cursor over the op's own segment list, nothing is copied. An op completes when it has no frame left
+ * to start and none unanswered; cancelling drops what is not started, lets go of gets at once (their data is thrown
+ * away when it comes) and waits for puts, since only the owner's answer or a reset proves that no byte will follow. */
 #include "tcp/tcp.h"
 #include "core/vault.h"
 
@@ -25,32 +26,47 @@ static void run_push(tcp_peer *peer, tcp_xfer *xfer) {
     if (xfer->running) {
         return;
     }
+    uint32_t rank = xfer->op->rank;
     xfer->running = true;
     xfer->run_next = NULL;
-    xfer->run_previous = peer->run_last;
-    if (peer->run_last != NULL) {
-        peer->run_last->run_next = xfer;
+    xfer->run_previous = peer->run[rank].last;
+    if (xfer->run_previous != NULL) {
+        xfer->run_previous->run_next = xfer;
     } else {
-        peer->run_first = xfer;
+        peer->run[rank].first = xfer;
     }
-    peer->run_last = xfer;
+    peer->run[rank].last = xfer;
+    peer->run_waiting |= 1u << rank;
 }
 
 static void run_remove(tcp_peer *peer, tcp_xfer *xfer) {
     if (!xfer->running) {
         return;
     }
+    uint32_t rank = xfer->op->rank;
     xfer->running = false;
     if (xfer->run_previous != NULL) {
         xfer->run_previous->run_next = xfer->run_next;
     } else {
-        peer->run_first = xfer->run_next;
+        peer->run[rank].first = xfer->run_next;
     }
     if (xfer->run_next != NULL) {
         xfer->run_next->run_previous = xfer->run_previous;
     } else {
-        peer->run_last = xfer->run_previous;
+        peer->run[rank].last = xfer->run_previous;
     }
+    if (peer->run[rank].first == NULL) {
+        peer->run_waiting &= ~(1u << rank);
+    }
+}
+
+/* Did a more urgent op come a moment ago? Then the next one shall not find the streams full. */
+static bool mixed(const tcp_peer *peer, uint32_t rank, uint64_t now_ms) {
+    uint64_t latest = 0;
+    for (uint32_t other = 0; other < rank; other++) {
+        latest = peer->run[other].seen_ms > latest ? peer->run[other].seen_ms : latest;
+    }
+    return latest != 0 && now_ms < latest + TCP_MIXED_MS;
 }
 
 static void finish(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
@@ -171,7 +187,7 @@ static void wake_streams(tcp_peer *peer, const kvx_op *op) {
 void kvx_tcp_send_waiting(tcp_conn *conn) {
     tcp_peer *peer = conn->peer;
     pthread_mutex_lock(&peer->lock);
-    bool waiting = peer->run_first != NULL || conn->control_first != NULL;
+    bool waiting = peer->run_waiting != 0 || conn->control_first != NULL;
     bool ours = waiting && sending_half_take(conn);
     pthread_mutex_unlock(&peer->lock);
     if (ours) {
@@ -188,7 +204,7 @@ static void send_now(tcp_conn *conn, bool answer_too) {
     tcp_peer *peer = conn->peer;
     bool left = kvx_tcp_flush(conn, TCP_SMALL_BYTES_MAX) != TCP_FLUSH_IDLE;
     pthread_mutex_lock(&peer->lock);
-    bool waiting = peer->run_first != NULL, alone = peer->xfers != NULL && peer->xfers->next == NULL;
+    bool waiting = peer->run_waiting != 0, alone = peer->xfers != NULL && peer->xfers->next == NULL;
     pthread_mutex_unlock(&peer->lock);
     if (left || waiting || conn->watch_ms == 0) {
         kvx_tcp_kick(conn); /* its thread waits for the socket, and watches over the other host */
@@ -217,7 +233,8 @@ static bool hung_up(const tcp_conn *conn) {
  * has closed it, which its thread will see too. */
 static tcp_conn *stream_for(tcp_peer *peer, const kvx_op *op, bool *hung_up_p) {
     pthread_mutex_lock(&peer->lock);
-    tcp_conn *conn = peer->run_first == NULL && is_small(peer, op) ? stream_take(peer) : NULL;
+    bool first = (peer->run_waiting & ((2u << op->rank) - 1)) == 0; /* whoever waits lets it go ahead */
+    tcp_conn *conn = first && is_small(peer, op) ? stream_take(peer) : NULL;
     bool idle = conn != NULL && conn->request_count == 0;
     pthread_mutex_unlock(&peer->lock);
     *hung_up_p = idle && hung_up(conn);
@@ -259,6 +276,7 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
         xfer->next->previous = xfer;
     }
     peer->xfers = xfer;
+    peer->run[op->rank].seen_ms = kvx_now_ms();
     run_push(peer, xfer);
     if (conn == NULL) {
         wake_streams(peer, op);
@@ -301,12 +319,10 @@ static void start_control(tcp_conn *conn, tcp_control *control) {
     kvx_vault_give(control);
 }
 
-static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t *length_p) {
+static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t most, uint64_t *length_p) {
     const kvx_segment *at = xfer->cursor.segments;
     uint64_t offset = xfer->cursor.offset, left = xfer->cursor.left, length = 0;
-    if (left > conn->frame_bytes) {
-        left = conn->frame_bytes;
-    }
+    left = left < most ? left : most;
     uint32_t count = 0;
     for (; left > 0 && count < KVX_STREAM_SEGMENTS_MAX; count++, at++) {
         uint64_t part = at->length - offset < left ? at->length - offset : left;
@@ -320,7 +336,7 @@ static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t *length
 }
 
 /* Cut the next frame of the op. The frame is ready to be sealed afterwards. */
-static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer) {
+static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer, uint64_t now_ms) {
     kvx_op *op = xfer->op;
     const kvx_remote *remote = &op->import->remote;
     bool notify = xfer->cursor.left == 0;
@@ -337,7 +353,8 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer) {
     xfer->outstanding++;
     if (!notify) {
         request->segment = (uint32_t)(xfer->cursor.segments - op->segments);
-        frame.segments = request->segments = encode_segments(conn, xfer, &frame.length);
+        uint64_t most = conn->frame_bytes / (mixed(conn->peer, op->rank, now_ms) ? TCP_MIXED_PIECES : 1);
+        frame.segments = request->segments = encode_segments(conn, xfer, most, &frame.length);
         request->length = frame.length;
         request->staged = staged(op) ? op->region : NULL;
         request->check = op->flags & KVX_OP_CHECK;
@@ -364,10 +381,26 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer) {
     return request;
 }
 
-/* The op at the head that has a frame to start; those that were cancelled meanwhile leave. */
-static tcp_xfer *run_pop(tcp_peer *peer, tcp_xfer **done_p) {
-    while (peer->run_first != NULL) {
-        tcp_xfer *xfer = peer->run_first;
+/* The ranks that wait and may have one more frame on this stream. */
+static uint32_t run_eligible(const tcp_conn *conn, uint64_t now_ms) {
+    const tcp_peer *peer = conn->peer;
+    uint32_t eligible = 0;
+    for (uint32_t waiting = peer->run_waiting; waiting != 0; waiting &= waiting - 1) {
+        uint32_t rank = (uint32_t)__builtin_ctz(waiting);
+        uint64_t frames = mixed(peer, rank, now_ms) ? TCP_MIXED_FRAMES : TCP_WINDOW_FRAMES;
+        if (conn->request_bytes < frames * conn->frame_bytes) {
+            eligible |= 1u << rank;
+        }
+    }
+    return eligible;
+}
+
+/* The op that has a frame to start and whose turn it is; those that were cancelled meanwhile leave. */
+static tcp_xfer *run_pop(tcp_conn *conn, uint64_t now_ms, tcp_xfer **done_p) {
+    tcp_peer *peer = conn->peer;
+    uint32_t eligible;
+    while ((eligible = run_eligible(conn, now_ms)) != 0) {
+        tcp_xfer *xfer = peer->run[kvx_turns_take(&peer->turns, eligible)].first;
         run_remove(peer, xfer);
         if (!atomic_load(&xfer->op->cancelled)) {
             return xfer;
@@ -391,10 +424,11 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
             conn->control_last = NULL;
         }
         start_control(conn, control);
-    } else if (room && conn->request_bytes < (uint64_t)TCP_WINDOW_FRAMES * conn->frame_bytes) {
-        tcp_xfer *xfer = run_pop(peer, &done);
+    } else if (room && peer->run_waiting != 0) {
+        uint64_t now_ms = kvx_now_ms();
+        tcp_xfer *xfer = run_pop(conn, now_ms, &done);
         if (xfer != NULL) {
-            request = start_frame(conn, xfer);
+            request = start_frame(conn, xfer, now_ms);
             if (xfer->cursor.left > 0) {
                 run_push(peer, xfer);
             }

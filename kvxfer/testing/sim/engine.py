@@ -255,6 +255,7 @@ class SimEngine(Owner):
         *,
         notify: tuple[int, int] | None = None,
         check: bool = False,
+        priority: int = 1,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         rows = [] if segments is None else [(int(a), int(b), int(c)) for a, b, c in segments.tolist()]
         return self._submit(kind, region, import_, rows, notify)
@@ -270,6 +271,7 @@ class SimEngine(Owner):
         *,
         notify: tuple[int, int] | None = None,
         check: bool = False,
+        priority: int = 1,
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         return self._submit(kind, region, import_, [(local_offset, remote_offset, length)], notify)
 

@@ -40,6 +40,11 @@ void kvx_core_job_post(kvx_core *core, kvx_job *job) {
     (void)core;
     job->run(job);
 }
+
+bool kvx_core_job_yields(kvx_core *core, uint32_t rank) {
+    (void)core;
+    return rank != 0;
+}
 void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread) {
     (void)core, (void)slot, (void)thread;
 }
