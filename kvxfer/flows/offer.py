@@ -68,13 +68,11 @@ class Landing:
         sources: int | None = None,
         private: bool = False,
     ) -> None:
-        if not isinstance(table, BlockTable):
-            raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
+        cache.check_table(table)
         good = sources is None or (isinstance(sources, int) and not isinstance(sources, bool) and sources >= 1)
         if not good:
             value = repr(sources)[:20]
             raise UsageError("sources is how many pushes are expected, at least one", field="sources", value=value)
-        cache.check_table(table)
         self._client = client
         self._cache = cache
         self._table = table
