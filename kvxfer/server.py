@@ -486,6 +486,7 @@ class Server:
             "protocol": VERSIONS[1],
             "addresses": list(self.addresses),
             "data_advertise": list(self.data_hosts),
+            "data_port": self.config.data_port,
             "data_bind": self.config.data_bind_host,
             "hixl_bind": self.config.hixl_bind_host,
             "tcp_encryption": self.config.tcp_encryption,

@@ -190,11 +190,14 @@ class Config:
         empty=True,
         numeric=True,
     )
-    data_port: int = _int(0, 0, 65535, "Port where the daemon's engine listens for data; 0: any.")
+    data_port: int = _int(
+        0, 0, 65535, "Port where engines listen for data; 0: any. A worker with its daemon's takes any."
+    )
     data_advertise: tuple[str, ...] = _option(
         "list",
         (),
-        "Addresses that peers' engines dial; empty: the bound address. Port 0 or none: the bound port.",
+        "Addresses that peers' engines dial; empty: the bound address, for a worker what its daemon tells. The port is"
+        " the bound one.",
         empty=True,
         wildcard=False,
     )

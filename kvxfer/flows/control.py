@@ -110,6 +110,7 @@ class Control:
         self.addresses: tuple[str, ...] = ()
         self.advertise: tuple[str, ...] = ()
         self.binds: Mapping[str, str] = {}  # of BINDS, what the daemon told
+        self.data_port = 0  # that the daemon was configured with
         self._encryption = ""  # the daemon's tcp_encryption
         self.on_identity: Callable[[], None] = _nobody
         self.on_restored: Callable[[], None] = _nobody
@@ -156,6 +157,7 @@ class Control:
             advertise = tuple(str(host) for host in status.get("data_advertise", ()))
             told = {field: str(status.get(name, "")) for field, name in BINDS.items()}
             self._encryption = str(status.get("tcp_encryption", "off"))
+            self.data_port = int(status.get("data_port", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as wrong:
             raise ProtocolError(f"the daemon's status makes no sense: {wrong!r}") from wrong
         self.node_id, self.incarnation, self.addresses, self.advertise = node_id, incarnation, addresses, advertise

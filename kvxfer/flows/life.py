@@ -17,6 +17,7 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
+from kvxfer.addresses import parse_address
 from kvxfer.config import Config, load
 from kvxfer.config.paths import counters_path, daemon_socket, engine_dir, socket_dir
 from kvxfer.dataplane.plane import DataPlane
@@ -90,7 +91,9 @@ class ClientLife:
                 engine_id,
                 socket_dir=str(directory),
                 counters_path=str(counters),
-                **dict.fromkeys(("tcp_port", "hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
+                **dict.fromkeys(("hixl_port", "hixl_engine_port"), 0),  # configured ones are the daemon's
+                # Whoever shares a configuration with its daemon cannot have the daemon's port; another one is meant.
+                tcp_port=0 if self.config.data_port == control.data_port else self.config.data_port,
                 **({} if self.config.data_bind else control.binds),
             )
             self._engine = engine = Engine(settings)
@@ -100,7 +103,7 @@ class ClientLife:
                 self.config,
                 node_id=control.node_id,
                 incarnation=control.incarnation,
-                advertise=control.advertise,
+                advertise=self._advertised(control),
             )
             control.on_identity = self._identified
             self._mailboxes = Mailboxes(control, self.config)
@@ -116,9 +119,13 @@ class ClientLife:
     def _identified(self) -> None:
         """The daemon restarted: its address or identity may have changed."""
         control = self.control
-        self.plane.memory.identify(
-            node_id=control.node_id, incarnation=control.incarnation, advertise=control.advertise
-        )
+        advertise = self._advertised(control)
+        self.plane.memory.identify(node_id=control.node_id, incarnation=control.incarnation, advertise=advertise)
+
+    def _advertised(self, control: Control) -> tuple[str, ...]:
+        """The hosts that peers' engines dial: this worker's own `data_advertise`, else what its daemon tells."""
+        own = (parse_address(text, default_port=0).host for text in self.config.data_advertise)
+        return tuple(dict.fromkeys(own)) or control.advertise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

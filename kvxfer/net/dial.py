@@ -28,6 +28,7 @@ from kvxfer.errors import (
     ResourceExhausted,
     UsageError,
 )
+from kvxfer.net.listeners import NO_PORTS_HINT
 from kvxfer.net.race import Failures, first_success
 
 T = TypeVar("T")
@@ -120,6 +121,8 @@ def unreachable(failures: Failures) -> KvxferError:
     error: KvxferError = PeerUnreachable("no candidate address answers", hint=hint)
     if any(isinstance(failure, OSError) and failure.errno in OUT_OF_DESCRIPTORS for failure in failures.values()):
         error = ResourceExhausted("this process cannot open another connection", retryable=True)
+        if any(isinstance(failure, OSError) and failure.errno == errno.EADDRNOTAVAIL for failure in failures.values()):
+            error.hint = NO_PORTS_HINT
     error.fields.update(reasons)
     return error
 

@@ -23,6 +23,7 @@ from kvxfer.net.forks import own
 BACKLOG = 512
 LOCK_NAME = "kvxferd.lock"
 LISTENS = "0A"  # in /proc/net/tcp
+NO_PORTS_HINT = "end what holds so many connections or listeners, or widen net.ipv4.ip_local_port_range"
 PROBE_S = 0.5  # a live daemon's socket accepts at once
 _peer_credentials = struct.Struct("3i")
 
@@ -202,7 +203,10 @@ def bind_error(key: str, address: Address, failure: OSError) -> ConfigError:
     """One clear error for a listener that could not be bound, whichever listener it was."""
     port = address.port
     why = failure.strerror or str(failure)
-    if failure.errno == errno.EADDRINUSE:
+    if port == 0 and failure.errno == errno.EADDRINUSE:
+        why = "every local port is in use"
+        hint = NO_PORTS_HINT
+    elif failure.errno == errno.EADDRINUSE:
         owner = port_owner(port)
         why = "the port is in use" + (f" by pid {owner}" if owner else "")
         hint = f"stop what listens on port {port}, or set {key} to another one (0 = any)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -106,6 +107,31 @@ async def test_a_worker_listens_where_its_daemon_does(tmp_path: Path, own: str, 
             source.array[:] = 7
             await other.put(source[:], descriptor)
             assert (region.array == 7).all()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_worker_has_a_data_port_and_addresses_of_its_own(tmp_path: Path) -> None:
+    port, shared = free_port(), free_port()
+    common = {"transports": ("tcp",), "socket_dir": str(tmp_path), "listen": "127.0.0.1:0"}
+    async with Server(Config.embedded(**common, data_port=shared)) as server:
+        assert server.socket_path is not None
+        own = Config(transports=("tcp",), data_port=port, data_advertise=("127.0.0.1", "127.0.0.2:0"))
+        async with Client(server.socket_path, config=own) as client:
+            endpoints = (await client.alloc(64)).descriptor("rw").endpoints["tcp"]
+            assert endpoints == (f"127.0.0.1:{port}", f"127.0.0.2:{port}")
+            second = Client(server.socket_path, config=own)
+            with pytest.raises(KvxferError, match="data_port"):
+                await second.__aenter__()
+        # A configuration that is the daemon's too: its port is taken, so any other will do.
+        same = Config(transports=("tcp",), data_port=shared)
+        async with Client(server.socket_path, config=same) as client:
+            [endpoint] = (await client.alloc(64)).descriptor("rw").endpoints["tcp"]
+            assert not endpoint.endswith(f":{shared}")
 
 
 async def test_a_daemon_that_does_not_tell_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.addresses import Address
 from kvxfer.errors import ConfigError
-from kvxfer.net.listeners import UnixListener, bound_address, listen_tcp
+from kvxfer.net.listeners import UnixListener, bind_error, bound_address, listen_tcp
 from tests.conftest import slack
 
 
@@ -133,3 +133,11 @@ def test_full_disk_does_not_matter_to_the_lock(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="already running"):
         UnixListener(tmp_path / "kvxferd.sock")
     listener.close()
+
+
+def test_port_zero_is_not_what_is_in_use() -> None:
+    """The kernel has no local port left: the error says that, and what to do."""
+    error = bind_error("listen", Address("127.0.0.1", 0), OSError(errno.EADDRINUSE, "in use"))
+    assert "every local port is in use" in error.message
+    assert "port 0" not in str(error)
+    assert "ip_local_port_range" in (error.hint or "")

@@ -95,7 +95,10 @@ int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
     int fd = bound(hixl, port, &address, &length);
     if (fd < 0 || listen(fd, BACKLOG) != 0) {
         int error = errno;
-        const char *hint = error == EADDRINUSE      ? "; set hixl_port to another one, or to 0 for any"
+        const char *hint = error == EADDRINUSE && port == 0
+                               ? "; every local port is in use: end what holds so many, or widen "
+                                 "net.ipv4.ip_local_port_range"
+                           : error == EADDRINUSE    ? "; set hixl_port to another one, or to 0 for any"
                            : error == EADDRNOTAVAIL ? "; set data_bind to an address that this host has"
                                                     : "";
         snprintf(why, why_size, "hixl cannot listen on \"%s\" port %u: %s%s", hixl->host, port, strerror(error), hint);

@@ -231,7 +231,9 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, TCP_BACKLOG) != 0) {
         int error = errno;
         const char *hint =
-            error == EADDRINUSE      ? "; another process listens there: set data_port to another one, or to 0 for any"
+            error == EADDRINUSE && tcp->config->tcp_port == 0
+                ? "; every local port is in use: end what holds so many, or widen net.ipv4.ip_local_port_range"
+            : error == EADDRINUSE    ? "; another process listens there: set data_port to another one, or to 0 for any"
             : error == EADDRNOTAVAIL ? "; no interface of this host has that address: set data_bind to one that it has"
             : error == EACCES        ? "; ports below 1024 need a privilege"
                                      : "";
