@@ -52,7 +52,7 @@ from kvxfer.errors import (
     PeerUnreachable,
     ProtocolError,
     ResourceExhausted,
-    TooLarge,
+    TooManyPending,
     TransportError,
     UnknownRegion,
     UsageError,
@@ -449,10 +449,13 @@ class Reach:
         _, _, endpoint, secret = key
         try:
             peer, completion = self.engine.connect(info.index, endpoint, secret)
-        except TooLarge as full:
+        except TooManyPending as full:
             hint = "raise peers_max, or wait until a transfer has ended"
-            why = "every connection of this engine is in use"
-            raise ResourceExhausted(why, peer=endpoint, transport=info.name, retryable=True, hint=hint) from full
+            error = ResourceExhausted(
+                "every connection of this engine is in use", peer=endpoint, retryable=True, hint=hint
+            )
+            error.transport, error.fields = info.name, full.fields  # the option and its value
+            raise error from full
         except (UsageError, ValueError) as wrong:
             # What is wrong with it came from the owner of the descriptor, not from our caller.
             raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
