@@ -130,3 +130,40 @@ async def test_c72_who_waits_for_a_landing_ends_by_its_time() -> None:
                 async with a.push("second", land=True, wait_s=wait_s, **how):
                     pass
             assert (wait_s or 0) <= time.monotonic() - began <= limit((wait_s or 0) + 1)
+
+
+async def test_c105_pushes_that_wait_for_a_full_node_keep_nobody_from_another() -> None:
+    """More of them than there may be unanswered requests: waiting is none, and each waits as long as it said."""
+    geometry = small_geometry()
+    async with (
+        kvxfer.local(transports=("shm",)) as prefill,
+        kvxfer.local(transports=("shm",)) as full,
+        kvxfer.local(transports=("shm",)) as free,
+    ):
+        (source, table), (target, to) = [
+            (await make_cache(node, geometry, 16), kvxfer.BlockTable.of([0], 16)) for node in (prefill, free)
+        ]
+
+        async def push(request: str, node: kvxfer.Client, wait_s: float) -> None:
+            timeout = limit(30)
+            async with prefill.push(
+                request, to=list(node.addresses), cache=source, table=table, timeout=timeout, wait_s=wait_s
+            ) as sending:
+                await sending.layers()
+
+        waiting = [asyncio.ensure_future(push(f"w{number}", full, limit(25))) for number in range(1100)]
+        await asyncio.sleep(0)
+        for number in range(3):
+            receiving = asyncio.ensure_future(_receive(free, f"f{number}", target, to))
+            with within(10, "a push to a node that is free"):
+                await asyncio.gather(push(f"f{number}", free, 5.0), receiving)
+        early = [one for one in waiting if one.done()]
+        assert not early, [one.exception() for one in early[:3]]
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _receive(node: kvxfer.Client, request: str, cache: kvxfer.KVCache, table: kvxfer.BlockTable) -> None:
+    async with node.offer(request, cache, table, timeout=limit(30)) as landing:
+        await landing.wait()
