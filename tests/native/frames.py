@@ -29,7 +29,9 @@ FRAME_FIELDS += ("tag", "value")
 TRAILER_FIELDS = ("status", "crc", "zero", "mac")
 MESSAGE_FIELDS = ("magic", "version", "type", "how", "counter", "status", "sys_errno", "handle", "body", "mac")
 
-REFUSALS = frozenset({*range(Status.RANGE, Status.INTEGRITY + 1), *range(Status.NOMEM, Status.INTERNAL)})
+REFUSALS = frozenset(
+    {*range(Status.RANGE, Status.INTEGRITY + 1), Status.REFUSED, *range(Status.NOMEM, Status.INTERNAL)}
+)
 BARE_REFUSALS = frozenset({Status.KEY, Status.STALE, Status.UNKNOWN, Status.REVOKED})
 STATUSES = (*Status, -(2**31), -1, 17, 99, 109, 199, 210, 399, 401, 2**31 - 1)
 
@@ -81,7 +83,7 @@ def ack_may_be(sender: int, flags: int, status: int, segment: int) -> bool:
         return status in BARE_REFUSALS and segment == SEGMENT_UNKNOWN
     if status == Status.OK or (sender == SIDE_ACCEPTOR and segment != SEGMENT_UNKNOWN):
         return segment == SEGMENT_UNKNOWN
-    return status in REFUSALS or status == Status.REFUSED
+    return status in REFUSALS
 
 
 @dataclass(frozen=True, slots=True)

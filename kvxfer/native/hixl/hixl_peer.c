@@ -498,8 +498,7 @@ static bool on_ack(hixl_conn *conn) {
             kvx_import_done(import->import, status, 0);
         }
     } else if (xfer != NULL) { /* without the key it can only be that the grant is gone, and no more is believed */
-        good = bare ? status != KVX_E_KEY
-                    : status != KVX_E_REFUSED && kvx_hixl_authentic(conn, xfer->op->import->remote.key);
+        good = bare ? status != KVX_E_KEY : kvx_hixl_authentic(conn, xfer->op->import->remote.key);
         status = bare ? KVX_E_UNKNOWN : status;
         if (good) {
             kvx_table_remove(&peer->awaiting, frame->op);

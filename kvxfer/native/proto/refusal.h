@@ -8,9 +8,10 @@
 
 #include "status.h"
 
-/* Of a transfer: it failed there, or that node cannot. An import may also be KVX_E_REFUSED. */
+/* It failed there, that node cannot, or has no place for whoever asks. */
 static inline bool kvx_refusal(int32_t status) {
-    return (status >= KVX_E_RANGE && status <= KVX_E_INTEGRITY) || (status >= KVX_E_NOMEM && status < KVX_E_INTERNAL);
+    return (status >= KVX_E_RANGE && status <= KVX_E_INTEGRITY) || status == KVX_E_REFUSED ||
+           (status >= KVX_E_NOMEM && status < KVX_E_INTERNAL);
 }
 
 /* Without an authenticator: the owner has no key to prove, or the request does not match it. */
@@ -20,7 +21,7 @@ static inline bool kvx_refusal_bare(int32_t status) {
 
 /* What an owner says of its own status: a device that hangs there, say, has nothing to do with this connection. */
 static inline int32_t kvx_refusal_told(int32_t status) {
-    return status == KVX_OK || status == KVX_E_REFUSED || kvx_refusal(status) ? status : KVX_E_DEVICE;
+    return status == KVX_OK || kvx_refusal(status) ? status : KVX_E_DEVICE;
 }
 
 #endif

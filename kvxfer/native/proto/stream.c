@@ -382,7 +382,7 @@ static bool ack_fits(const kvx_stream_rx *rx) {
     if (names && rx->role == KVX_STREAM_SIDE_DIALLER) {
         return false;
     }
-    return frame->status == KVX_OK ? !names : kvx_refusal(frame->status) || frame->status == KVX_E_REFUSED;
+    return frame->status == KVX_OK ? !names : kvx_refusal(frame->status);
 }
 
 /* May a frame like this come from the other side at all? Looks at the fixed header only. */

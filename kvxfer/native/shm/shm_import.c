@@ -132,8 +132,8 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
         good = message->how != SHM_NOT && sys_errno == 0 && kvx_shm_authentic(link, message, import->key);
     } else if (good) { /* who does not know the grant cannot prove anything; any other reason is proved */
         bool bare = kvx_refusal_bare(status) || status == KVX_E_UNSUPPORTED;
-        good = message->how == SHM_NOT && (bare || ((kvx_refusal(status) || status == KVX_E_REFUSED) &&
-                                                    kvx_shm_authentic(link, message, import->key)));
+        good =
+            message->how == SHM_NOT && (bare || (kvx_refusal(status) && kvx_shm_authentic(link, message, import->key)));
     }
     if (good) {
         bool attached = status == KVX_OK;

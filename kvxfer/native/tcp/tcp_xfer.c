@@ -514,8 +514,7 @@ static bool fits(const tcp_request *request, const kvx_frame *frame) {
         return request->type == KVX_FRAME_GET && frame->length == request->length &&
                frame->flags == (request->check ? KVX_FRAME_F_CHECK : 0);
     }
-    bool attach = request->type == KVX_FRAME_ATTACH;
-    return (request->type != KVX_FRAME_GET || frame->status != KVX_OK) && (attach || frame->status != KVX_E_REFUSED) &&
+    return (request->type != KVX_FRAME_GET || frame->status != KVX_OK) &&
            (frame->segment == KVX_SEGMENT_UNKNOWN || frame->segment < request->segments);
 }
 
