@@ -51,10 +51,24 @@ class Box:
         """What both contain; along an axis on which they have nothing in common it is empty."""
         return Box(**{name: _common(getattr(self, name), getattr(other, name)) for name in AXES})
 
+    def shared(self, other: Box) -> int:
+        """How many elements both contain."""
+        found = 1
+        for mine, theirs in (
+            (self.tokens, other.tokens),
+            (self.heads, other.heads),
+            (self.layers, other.layers),
+            (self.parts, other.parts),
+        ):
+            stop, start = min(mine.stop, theirs.stop), max(mine.start, theirs.start)
+            if stop <= start:
+                return 0
+            found *= stop - start
+        return found
+
     def meet(self, other: Box) -> Box | None:
         """What both contain; None when that is nothing."""
-        found = self.common(other)
-        return found if found.elements else None
+        return self.common(other) if self.shared(other) else None
 
     def contains(self, other: Box) -> bool:
         """Every element of the other one is in here."""
@@ -120,12 +134,13 @@ def clip(boxes: Iterable[Box], to: Iterable[Box]) -> tuple[Box, ...]:
 
 def common_elements(boxes: Iterable[Box], others: Iterable[Box]) -> int:
     """How many elements both have in common, where neither side overlaps itself."""
-    return sum(box.elements for box in clip(boxes, others))
+    limits = tuple(others)
+    return sum(box.shared(limit) for box in boxes for limit in limits)
 
 
 def overlap_itself(boxes: Sequence[Box]) -> bool:
     """Whether an element is in two of the boxes."""
-    return any(box.meet(other) is not None for index, box in enumerate(boxes) for other in boxes[:index])
+    return any(box.shared(other) for index, box in enumerate(boxes) for other in boxes[:index])
 
 
 class Coverage:

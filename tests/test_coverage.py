@@ -88,6 +88,7 @@ def test_boxes_are_sets(seed: int) -> None:
     common = one.meet(other)
     assert one.elements == int(bitmap(one).sum())
     assert (common is None) == (not both.any())
+    assert one.shared(other) == int(both.sum())
     assert common is None or (bitmap(common) == both).all()
     assert one.contains(other) == bool((bitmap(one) >= bitmap(other)).all())
     rest = one.without(other)
