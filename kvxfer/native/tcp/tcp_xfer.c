@@ -229,8 +229,7 @@ static bool hung_up(const tcp_conn *conn) {
     return recv(conn->fd, &byte, sizeof byte, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
 }
 
-/* An idle stream that takes a small op at once, if there is one: its sending half is ours. `*hung_up_p`: the other side
- * has closed it, which its thread will see too. */
+/* An idle stream for a small op, whose sending half is ours, or NULL. `*hung_up_p`: the other side has closed it. */
 static tcp_conn *stream_for(tcp_peer *peer, const kvx_op *op, bool *hung_up_p) {
     pthread_mutex_lock(&peer->lock);
     bool first = (peer->run_waiting & ((2u << op->rank) - 1)) == 0; /* whoever waits lets it go ahead */
