@@ -213,6 +213,7 @@ async def test_messages_between_nodes() -> None:
         await peer.send("back", b"x")
         assert await receiving == b"x"
         assert await peer.ping() > 0
+        assert peer.address == a.addresses[0]
 
 
 @pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf"), "1", 1e12])

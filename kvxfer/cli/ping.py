@@ -151,7 +151,9 @@ async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -
     run.notes.extend(await _versions(args.node, node, loaded.config, args.timeout))
     run.notes.append(await _breakers(node, args, loaded))
     target = targets[MemoryKind.DRAM]
-    print(f"{args.node}: node {target.node_id[:12]} answers\n\n{table(run.rows, target.length)}\n\n{explain(run.ways)}")
+    via = f", over {peer.address}" if peer.address else ""
+    print(f"{args.node}: node {target.node_id[:12]} answers{via}\n")
+    print(f"{table(run.rows, target.length)}\n\n{explain(run.ways)}")
     for note in run.notes:
         print(f"\n{note}")
     enough = all if args.transport else any

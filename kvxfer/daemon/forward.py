@@ -22,6 +22,7 @@ from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.daemon.pool import Pool
 from kvxfer.daemon.settling import Settlements
 from kvxfer.deadline import ANSWER, Deadline
+from kvxfer.descriptors import ENDPOINT_CHARS_MAX
 from kvxfer.errors import (
     NOT_TOLD,
     ClosedError,
@@ -228,6 +229,8 @@ class Forwarder:
             if isinstance(reply, m.Claimed) and reply.node_id != peer.peer.node_id:
                 peer.abort("it granted what belongs to another node")
                 raise ProtocolError("the peer granted what belongs to another node", peer=peer.name)
+            if isinstance(reply, m.EchoReply):
+                reply = replace(reply, via=peer.address[:ENDPOINT_CHARS_MAX])
             return reply
 
     def _claimed(self, link: Link, rid: int, reply: m.Claimed) -> None:

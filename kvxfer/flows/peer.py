@@ -10,7 +10,7 @@ from kvxfer.addresses import parse_address
 from kvxfer.deadline import Deadline
 from kvxfer.descriptors import CANDIDATES_MAX, RemoteDescriptor
 from kvxfer.errors import UsageError
-from kvxfer.wire.messages import Echo
+from kvxfer.wire.messages import Echo, EchoReply
 
 if TYPE_CHECKING:
     from kvxfer.client import Client
@@ -24,6 +24,9 @@ class Peer:
     def __init__(self, client: Client, node: tuple[str, ...]) -> None:
         self._client = client
         self.node = node
+        self.address = (
+            ""  # of its daemon, over which ours reached it last: one of the candidates, or where it came from
+        )
 
     def put(self, source: Region | Span, target: RemoteDescriptor, **options: Any) -> Transfer:
         """See `Client.put`."""
@@ -49,8 +52,11 @@ class Peer:
         """Seconds for one message to the node's daemon and back, through our own."""
         limit = self._client.config.timeout_s if timeout is None else timeout
         started = time.perf_counter()
-        await self._client.control.request(Echo(node=self.node, data=b"ping"), Deadline.after(limit))
-        return time.perf_counter() - started
+        reply = await self._client.control.request(Echo(node=self.node, data=b"ping"), Deadline.after(limit))
+        took = time.perf_counter() - started
+        if isinstance(reply, EchoReply):
+            self.address = reply.via
+        return took
 
 
 def as_node(node: str | Sequence[str]) -> tuple[str, ...]:

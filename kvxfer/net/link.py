@@ -132,7 +132,7 @@ class Link(asyncio.Protocol):
         self.closed: asyncio.Future[KvxferError] = self._loop.create_future()
         self.peer = Facts(incarnation="")
         self.name = ""
-        self.host = ""  # the numeric address of the other end, empty for a Unix socket
+        self.host = self.address = ""  # of the other end, without and with its port; empty for a Unix socket
         self.pid = 0
         self.uid: int | None = None
         self.late_replies = 0
@@ -469,7 +469,8 @@ class Link(asyncio.Protocol):
         else:
             name = transport.get_extra_info("peername")
             self.host = str(name[0]) if name else ""
-            self.name = format_address(self.host, int(name[1])) if name else "unknown"
+            self.address = format_address(self.host, int(name[1])) if name else ""
+            self.name = self.address or "unknown"
 
     def data_received(self, data: bytes) -> None:
         if self._secure is not None and self._channel is not None:

@@ -442,7 +442,8 @@ class Echo(Message):
 @numbered(53)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EchoReply(Message):
-    """The same bytes."""
+    """The same bytes; ``via``: the address over which the daemon that relayed it reached the other node."""
 
     rid: Rid = 0
     data: EchoData = b""
+    via: Annotated[str, Text(ENDPOINT_CHARS_MAX), Since(2)] = ""

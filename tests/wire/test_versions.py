@@ -19,7 +19,7 @@ from tests.wire.test_session import ACCEPTOR, DIALLER, SECRET, Pair, acceptor, d
 ADDED = {
     2: {
         *("GiveUp", "Confirm", "Report", "Hello.namespace", "Welcome.namespace", "Refuse.fields", "Land.wait_s"),
-        *("Post.boxes", "Post.private", "Claim.boxes", "Claimed.boxes", "PostingEvent.boxes"),
+        *("Post.boxes", "Post.private", "Claim.boxes", "Claimed.boxes", "PostingEvent.boxes", "EchoReply.via"),
     },
 }
 NEWEST = VERSIONS[1]
