@@ -8,6 +8,7 @@ configuration's `timeout_s`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -204,18 +205,9 @@ class Client(ClientLife):
         return self._many(OpKind.GET, moves, atomic, timeout, priority)
 
     def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None, priority: str) -> Group:
-        urgency = Priority.of(priority)
-
-        def start(these: Sequence[Move], limit: float | None) -> list[Transfer]:
-            # Nothing begins before all of them make sense.
-            plane = self.plane
-            parts = [self._part(plane, kind, move.local, move.remote, move.remote_offset) for move in these]
-            left = self._limit(limit)
-            return [
-                plane.start((part,), timeout=left, peer=part.descriptor.node_id, priority=urgency) for part in parts
-            ]
-
-        return Group(start, dict(enumerate(check_moves(moves))), atomic=atomic, timeout=timeout)
+        these = check_moves(moves)
+        way = _Way(self, self.plane, kind, Priority.of(priority))
+        return Group(way, these, indexes=range(len(these)), atomic=atomic, timeout=self._limit(timeout))
 
     def _limit(self, timeout: float | None) -> float:
         return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
@@ -445,3 +437,22 @@ def _request_id(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= 256:
         raise UsageError("request_id must be 1 to 256 characters", field="request_id", value=repr(value)[:40])
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """See `many.Way`: puts or gets of one client."""
+
+    client: Client
+    plane: DataPlane
+    kind: OpKind
+    priority: Priority
+
+    def check(self, move: Move) -> None:
+        self._part(move)
+
+    def start(self, move: Move, timeout: float) -> Transfer:
+        return self.plane.start((self._part(move),), timeout=timeout, peer=move.remote.node_id, priority=self.priority)
+
+    def _part(self, move: Move) -> Part:
+        return self.client._part(self.plane, self.kind, move.local, move.remote, move.remote_offset)

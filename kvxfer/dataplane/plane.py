@@ -218,8 +218,12 @@ class DataPlane:
     def _progress(self, transfer: Transfer) -> int | None:
         """How far it is, while it is with the engine or on its way to the peer; None while it waits for its turn."""
         if transfer.tokens:
-            return transfer.bytes_done + sum(self.engine.progress(token) for token in transfer.tokens)
+            return transfer.bytes_done
         return 0 if transfer in self._workers else None
+
+    def progress(self, token: int) -> int:
+        """See `transfer.Canceller`."""
+        return 0 if self._closed else self.engine.progress(token)
 
     def cancel_token(self, token: int) -> None:
         """See `transfer.Canceller`."""

@@ -26,6 +26,9 @@ class Canceller(Protocol):
 
     def cancel_waiting(self, transfer: Transfer) -> None: ...
 
+    def progress(self, token: int) -> int:
+        """Bytes that a part in the engine's hands has moved."""
+
     def obstacle(self, transfer: Transfer) -> Obstacle | None:
         """What it waits for before the engine has anything of it; None when it waits for no window."""
 
@@ -40,11 +43,13 @@ class Transfer:
     """A put or get (or a group of them) in progress.
 
     ``await transfer`` waits for the outcome and returns the transfer itself, or raises its error; cancelling that await
-    stops the waiting, not the transfer (its own deadline bounds it). ``bytes_done`` counts confirmed bytes.
+    stops the waiting, not the transfer (its own deadline bounds it). ``bytes_done`` counts the bytes that were moved
+    so far, also while a part is under way.
     """
 
     __slots__ = (
         "_began",
+        "_bytes_done",
         "_canceller",
         "_cancelling",
         "_error",
@@ -58,7 +63,6 @@ class Transfer:
         "_waiters",
         "address",
         "attempt",
-        "bytes_done",
         "notice",
         "op_id",
         "peer",
@@ -82,7 +86,7 @@ class Transfer:
         self._began = time.monotonic()
         self.address = ""  # of the peer's engine, once a part is on its way there
         self.attempt = 1  # grows when a part goes another way because the first was none
-        self.bytes_done = 0
+        self._bytes_done = 0
         self.notice = False  # it moves no bytes, it only tells
         self.op_id = op_id
         self.peer = peer
@@ -96,6 +100,11 @@ class Transfer:
     def done(self) -> bool:
         """True once there is an outcome (not necessarily success)."""
         return self.state != RUNNING
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes that were moved so far; of what ended, those that were confirmed."""
+        return self._bytes_done + sum(map(self._canceller.progress, self._tokens))
 
     @property
     def settled(self) -> bool:
@@ -191,7 +200,7 @@ class Transfer:
         """One part completed (``token`` None: it never reached the engine)."""
         self.token_ended(token)
         self._parts_left -= 1
-        self.bytes_done += moved_bytes
+        self._bytes_done += moved_bytes
         if self.state == TIMED_OUT and error is None and token is not None:
             self._canceller.late()  # it stays what it is
         if error is not None and self.state == RUNNING:

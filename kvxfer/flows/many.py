@@ -8,17 +8,20 @@ have written is exact and stays usable, unless the caller asked for all or nothi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from kvxfer.dataplane.transfer import DONE, FAILED, RUNNING, Transfer
+from kvxfer.dataplane.transfer import CANCELLED, DONE, FAILED, RUNNING, TIMED_OUT, Transfer
+from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.errors import KvxferError, PartialTransfer, TooLarge, TransferCancelled, UsageError
+from kvxfer.errors import KvxferError, PartialTransfer, TooLarge, TransferCancelled, TransferTimeout, UsageError
 from kvxfer.memory.region import Region, Span
 
 PARTIAL = "partial"
-MOVES_MAX = 65536
+MOVES_MAX = 1 << 20
+AT_ONCE = 256  # moves of one group that are under way at the same time; the others are begun as these end
+SLICE_S = 0.004  # of the event loop, in one turn
 SHOWN_MAX = 32  # indexes in the text of an error
 
 
@@ -31,15 +34,20 @@ class Move:
     remote_offset: int = 0
 
 
-Start = Callable[[Sequence[Move], float | None], list[Transfer]]
+class Way(Protocol):
+    """How the moves of a group go: all in one direction."""
+
+    def check(self, move: Move) -> None:
+        """Raise what is wrong with a move that makes no sense."""
+
+    def start(self, move: Move, timeout: float) -> Transfer:
+        """Begin it."""
 
 
 def check_moves(moves: object) -> tuple[Move, ...]:
     """At least one and at most `MOVES_MAX` moves."""
-    good = isinstance(moves, Sequence) and all(isinstance(move, Move) for move in moves)
-    if not good or not moves:
+    if not isinstance(moves, Sequence) or not moves or not isinstance(moves[0], Move):
         raise UsageError("moves must be a sequence of at least one Move", field="moves", got=type(moves).__name__)
-    assert isinstance(moves, Sequence)
     if len(moves) > MOVES_MAX:
         raise TooLarge("too many moves in one group", field="moves", value=len(moves), limit=MOVES_MAX)
     return tuple(moves)
@@ -50,23 +58,38 @@ class Group:
     index of each that is not to its own error) or the first error (none is, or ``atomic``).
 
     ``state`` is running, done, partial, failed, cancelled or timed_out, and changes once. ``undefined`` names the moves
-    whose target must not be used.
+    whose target must not be used. Of more than `AT_ONCE` moves the rest is looked at and begun in later turns of the
+    loop, all of them looked at before the first one begins.
     """
 
-    def __init__(self, start: Start, moves: Mapping[int, Move], *, atomic: bool, timeout: float | None) -> None:
-        self._start = start
-        self._moves = dict(moves)
+    def __init__(
+        self, way: Way, moves: Sequence[Move], *, indexes: Sequence[int], atomic: bool, timeout: float
+    ) -> None:
+        self._way = way
+        self._moves = moves
+        self._indexes = indexes  # of each move in the caller's list
         self._atomic = atomic
         self._timeout = timeout
-        self._first: KvxferError | None = None
-        transfers = start(tuple(self._moves.values()), timeout)
-        self._transfers = dict(zip(self._moves, transfers, strict=True))
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + timeout
+        self._first: tuple[KvxferError, str] | None = None  # the first error, and the state that goes with it
+        self._checked = self._begun = 0
+        self._turn_due = False
+        self._running: dict[Transfer, int] = {}
+        self._unsettled: dict[Transfer, None] = {}  # decided, but bytes may still move
+        self._errors: dict[int, KvxferError] = {}  # by place
+        self._never: tuple[int, KvxferError] | None = None  # from this place on none was begun, and why
+        self._states: set[str] = set()
+        self._left = len(moves)
+        self._bytes_done = 0
         self.state = RUNNING
-        self.bytes_done = 0
-        self._left = len(self._transfers)
-        self._decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for transfer in self._transfers.values():
-            transfer.on_decided(self._one_decided)
+        self._decided: asyncio.Future[None] = self._loop.create_future()
+        for move in moves[:AT_ONCE]:
+            self._check(move)
+        if self._checked < len(moves):
+            self._continue()
+        else:
+            self._begin_some(self._loop.time() + timeout)
 
     @property
     def done(self) -> bool:
@@ -76,18 +99,27 @@ class Group:
     @property
     def settled(self) -> bool:
         """True once no byte of any move can move any more."""
-        return all(transfer.settled for transfer in self._transfers.values())
+        return self.done and not self._unsettled
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes that were moved so far."""
+        return self._bytes_done + sum(transfer.bytes_done for transfer in self._running)
 
     @property
     def failures(self) -> dict[int, KvxferError]:
         """The error of each move that failed so far, by its index."""
-        return {index: one.error for index, one in self._transfers.items() if one.error is not None}
+        found = {self._indexes[place]: self._errors[place] for place in sorted(self._errors)}
+        if self._never is not None:
+            first, error = self._never
+            found.update((index, error) for index in self._indexes[first:])
+        return found
 
     @property
     def undefined(self) -> tuple[int, ...]:
         """Moves whose target does not hold what it should: all that failed; of an atomic group that failed, all."""
         if self._atomic and self._first is not None:
-            return tuple(self._transfers)
+            return tuple(self._indexes)
         return tuple(self.failures)
 
     def __await__(self) -> Generator[Any, None, Group]:
@@ -101,43 +133,125 @@ class Group:
         """What awaiting raises."""
         assert self._first is not None
         if self.state != PARTIAL:
-            return self._first
-        return partial_error(self.failures, len(self._transfers), self._first)
+            return self._first[0]
+        return partial_error(self.failures, len(self._moves), self._first[0])
+
+    # -- beginning ------------------------------------------------------------------------------------------------
+
+    def _check(self, move: Move) -> None:
+        if not isinstance(move, Move):
+            raise UsageError("moves must be a sequence of Moves", field="moves", got=type(move).__name__)
+        self._way.check(move)
+        self._checked += 1
+
+    def _continue(self) -> None:
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Look at some more, or begin some more; no longer than others can wait."""
+        self._turn_due = False
+        until = self._loop.time() + SLICE_S
+        try:
+            while self._checked < len(self._moves) and self._never is None:
+                if self._loop.time() >= until:
+                    self._continue()
+                    return
+                self._check(self._moves[self._checked])
+        except KvxferError as error:
+            self._begin_no_more(error, FAILED)
+            return
+        self._begin_some(until)
+
+    def _begin_some(self, until: float) -> None:
+        while self._begun < len(self._moves) and self._never is None and len(self._running) < AT_ONCE:
+            now = self._loop.time()
+            if now >= self._ends_at:
+                late = TransferTimeout(f"not begun within {self._timeout:g} s", hint="move fewer, or wait longer")
+                self._begin_no_more(late, TIMED_OUT)
+                return
+            if now >= until:
+                self._continue()
+                return
+            place = self._begun
+            try:
+                transfer = self._way.start(self._moves[place], self._ends_at - now)
+            except KvxferError as error:
+                if place == 0:
+                    raise
+                self._begin_no_more(error, FAILED)
+                return
+            self._begun += 1
+            self._running[transfer] = place
+            transfer.on_decided(self._one_decided)
+
+    def _begin_no_more(self, error: KvxferError, state: str) -> None:
+        """What has not been begun fails with this."""
+        if self._never is not None or self._begun == len(self._moves):
+            return
+        self._never = self._begun, error
+        self._left -= len(self._moves) - self._begun
+        self._failed(error, state)
+        self._states.add(state)
+        self._maybe_over()
+
+    # -- ending ---------------------------------------------------------------------------------------------------
 
     def _one_decided(self, transfer: Transfer) -> None:
+        place = self._running.pop(transfer)
+        if not transfer.settled:
+            self._unsettled[transfer] = None
+            transfer.on_settled(lambda one: self._unsettled.pop(one, None))
         self._left -= 1
+        self._states.add(transfer.state)
         if transfer.error is None:
-            self.bytes_done += transfer.bytes_done
-        elif self._first is None:
-            self._first = transfer.error
-            if self._atomic:
-                for other in self._transfers.values():
-                    other.request_cancel(TransferCancelled("another move of an atomic group failed", by="us"))
-        if self._left == 0:
+            self._bytes_done += transfer.bytes_done
+        else:
+            self._errors[place] = transfer.error
+            self._failed(transfer.error, transfer.state)
+        self._maybe_over()
+        if self._left and self._begun < len(self._moves):
+            self._continue()
+
+    def _failed(self, error: KvxferError, state: str) -> None:
+        if self._first is not None:
+            return
+        self._first = error, state
+        if self._atomic:
+            self._end_all("another move of an atomic group failed")
+
+    def _end_all(self, why: str) -> None:
+        self._begin_no_more(TransferCancelled(why, by="us"), CANCELLED)
+        for other in tuple(self._running):
+            other.request_cancel(TransferCancelled(why, op_id=other.op_id, by="us"))
+
+    def _maybe_over(self) -> None:
+        if self._left == 0 and self.state == RUNNING:
             self.state = self._outcome()
             self._decided.set_result(None)
 
     def _outcome(self) -> str:
-        states = {transfer.state for transfer in self._transfers.values()}
-        if states == {DONE}:
+        if self._states == {DONE}:
             return DONE
+        assert self._first is not None
         if self._atomic:
-            return next(one.state for one in self._transfers.values() if one.error is self._first)
-        if DONE in states:
+            return self._first[1]
+        if DONE in self._states:
             return PARTIAL
-        return states.pop() if len(states) == 1 else FAILED
+        return next(iter(self._states)) if len(self._states) == 1 else FAILED
 
     async def cancel(self) -> Group:
         """End all that still runs; returns when no byte can move any more. Never raises for the group itself."""
-        for transfer in self._transfers.values():
-            transfer.request_cancel(TransferCancelled("the group was cancelled", op_id=transfer.op_id, by="us"))
+        self._end_all("the group was cancelled")
         await self.wait_settled()
         return self
 
     async def wait_settled(self) -> None:
         """Wait until no byte of any move can move any more."""
-        for transfer in self._transfers.values():
-            await transfer.wait_settled()
+        await asyncio.shield(self._decided)
+        while self._unsettled:
+            await next(iter(self._unsettled)).wait_settled()
 
     async def retry_failed(self, *, timeout: float | None = None) -> Group:
         """A new group of the moves whose target is `undefined`, under the same indexes, begun when the old ones are
@@ -145,14 +259,16 @@ class Group:
         """
         if self.state in (RUNNING, DONE):
             raise UsageError("only a group that failed, in part or as a whole, is tried again", state=self.state)
+        await self.wait_settled()
         again = self.undefined
-        for index in again:
-            await self._transfers[index].wait_settled()
-        moves = {index: self._moves[index] for index in again}
-        return Group(self._start, moves, atomic=self._atomic, timeout=self._timeout if timeout is None else timeout)
+        wanted = set(again)
+        moves = [move for index, move in zip(self._indexes, self._moves, strict=True) if index in wanted]
+        limit = self._timeout if timeout is None else Deadline.after(timeout).remaining()
+        return Group(self._way, moves, indexes=again, atomic=self._atomic, timeout=limit)
 
     def __repr__(self) -> str:
-        return f"<Group {self.state} moves={len(self._transfers)} failed={len(self.failures)}>"
+        failed = len(self._errors) + (0 if self._never is None else len(self._moves) - self._never[0])
+        return f"<Group {self.state} moves={len(self._moves)} failed={failed}>"
 
 
 def partial_error(failures: Mapping[int, KvxferError], moves: int, first: KvxferError) -> PartialTransfer:

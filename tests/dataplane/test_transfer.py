@@ -27,6 +27,9 @@ class Recorder:
     def cancel_waiting(self, transfer: Transfer) -> None:
         pass
 
+    def progress(self, token: int) -> int:
+        return 0
+
     def obstacle(self, transfer: Transfer) -> Obstacle | None:
         return self.waits_for
 
