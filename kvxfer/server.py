@@ -51,7 +51,7 @@ from kvxfer.net.credentials import Credentials, Unconfigured
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import TaskOwner, in_thread
 from kvxfer.wire.session import VERSIONS, Facts
 
 PING_KEY, PING_DEVICE_KEY, PING_BYTES = "kvxfer.ping", "kvxfer.ping.device", 1 << 20
@@ -314,7 +314,7 @@ class Server:
             device = int(self.config.ping_device)
             try:
                 on_device = partial(self.engine.alloc, PING_BYTES, kind=MemoryKind.HBM, device=device)
-                self._share_ping_region(PING_DEVICE_KEY, await asyncio.to_thread(on_device))
+                self._share_ping_region(PING_DEVICE_KEY, await in_thread(on_device))
             except KvxferError as failure:
                 log.warning("device %d has no block for `kvxfer ping`: %s", device, failure)
 
@@ -324,11 +324,11 @@ class Server:
         """
         if not accelerators_likely():
             return {}
-        there = await asyncio.to_thread(installed)
+        there = await in_thread(installed)
         kinds = (info for info in self.engine.transports if info.moves(MemoryKind.HBM))
         if all(info.moves(MemoryKind.DRAM) for info in kinds):
             return there
-        found = await asyncio.to_thread(probe)
+        found = await in_thread(probe)
         if not isinstance(found, AscendFacts):
             return there
         loaded = {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}

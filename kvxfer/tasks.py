@@ -8,11 +8,12 @@ what still runs and waits for it, so that after it no task of the owner remains.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
-from typing import Any, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar, cast
 
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, ResourceExhausted
 
 T = TypeVar("T")
 
@@ -75,6 +76,34 @@ async def shared(work: asyncio.Task[T]) -> T:
         if work.cancelled() and (current is None or not current.cancelling()):
             raise ClosedError(f"closed while it waited ({work.get_name()})") from None
         raise
+
+
+async def in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """What ``work`` returns, from a thread of the loop. Raises `ResourceExhausted` when none can be started; then the
+    work was not done, and will not be: the executor had it in its line, where a thread that is free later finds it.
+    """
+    claim: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> T | None:
+        if not claim.set_running_or_notify_cancel():
+            return None
+        try:
+            found = context.run(work, *arguments)
+        except BaseException as failure:
+            claim.set_exception(failure)
+            raise
+        claim.set_result(found)
+        return found
+
+    try:
+        working = asyncio.get_running_loop().run_in_executor(None, run)
+    except RuntimeError as error:
+        if claim.cancel():
+            hint = "raise the limit of processes and threads (ulimit -u, pids.max of the cgroup), or end others"
+            raise ResourceExhausted(f"no thread can be started: {error}", hint=hint) from error
+        return await asyncio.wrap_future(claim)  # one became free at that moment
+    return cast(T, await working)
 
 
 async def to_the_end(executor: Executor, work: Callable[..., object], *arguments: object) -> None:

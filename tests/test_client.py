@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.testing.nodes import two_nodes
+from tests.nodes import node
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -258,3 +260,22 @@ async def test_alloc_cancelled_leaves_nothing_behind() -> None:
             if client.plane.engine.counters().regions == before:
                 break
         assert client.plane.engine.counters().regions == before
+
+
+@pytest.mark.once
+async def test_a_client_ends_also_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_threads(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with node() as server:
+        async with kvxfer.Client(server.socket_path, config=server.config) as client:
+            region = await client.alloc(4096)
+            await client.put(region, region.descriptor("w"))
+            engine = client.plane.engine
+            monkeypatch.setattr(threading.Thread, "start", no_threads)
+            await client.aclose()
+            monkeypatch.undo()
+        assert engine.closed
+        assert "the loop waits for the close of the engine" in caplog.text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 
 import pytest
 
-from kvxfer.errors import ClosedError
-from kvxfer.tasks import TaskOwner, shared
+from kvxfer.errors import ClosedError, ResourceExhausted
+from kvxfer.tasks import TaskOwner, in_thread, shared
 
 
 async def test_closing_cancels_and_waits() -> None:
@@ -68,3 +70,37 @@ async def test_a_waiter_that_is_cancelled_leaves_the_task_running() -> None:
         await waiting
     assert not work.done()
     await owner.aclose()
+
+
+def no_threads(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_work_in_a_thread_gives_its_result_or_its_error() -> None:
+    assert await in_thread(lambda a, b: a + b, 1, 2) == 3
+    assert await in_thread(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ValueError, match="invalid literal"):
+        await in_thread(int, "x")
+
+
+async def test_no_thread_is_a_typed_error_and_the_work_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        with pytest.raises(ResourceExhausted, match="no thread can be started: can't start new thread") as refused:
+            await in_thread(done.append, 1)
+        assert "ulimit -u" in str(refused.value.hint)
+    await in_thread(done.append, 2)
+    assert done == [2], "the line of the executor had the first one too"
+
+
+@pytest.mark.once
+async def test_no_thread_but_one_that_is_free_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor wants a second thread while its first one is busy; work that has been taken counts."""
+
+    def taken(loop: object, executor: None, work: Callable[[], object]) -> None:
+        work()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "run_in_executor", taken, raising=False)
+    assert await in_thread(lambda: 7) == 7

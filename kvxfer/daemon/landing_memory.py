@@ -8,7 +8,6 @@ so do those whose memory is not quiet yet.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from kvxfer.errors import BusyError, ConfigError, KvxferError, TransportUnavaila
 from kvxfer.memory.placement import Held, least_held
 from kvxfer.native.engine import Engine, RegionInfo
 from kvxfer.native.facts import MemoryKind
+from kvxfer.tasks import in_thread
 
 PAGE_BYTES, LARGE_BYTES = 4 << 10, 2 << 20  # sizes are rounded up, so that memory can be used again
 PREWARM_BYTES = 64 << 20  # prewarmed memory comes in pieces of this size
@@ -66,7 +66,7 @@ class Pieces:
     async def allocate(self, size: int) -> RegionInfo:
         """What `take` allowed. Errors give the room back."""
         try:
-            return await asyncio.to_thread(self._fresh, size)
+            return await in_thread(self._fresh, size)
         except KvxferError:
             self.count -= 1
             self.used_bytes -= size
@@ -87,9 +87,9 @@ class Pieces:
         # A mapping of the memory ends at a page, and so may what was written through it.
         length = min(region.length, rounded(written))
         if region.on_device:
-            await asyncio.to_thread(_clear_device, self.engine, region, length)
+            await in_thread(_clear_device, self.engine, region, length)
         else:
-            await asyncio.to_thread(_clear, self.engine.buffer(region)[:length])
+            await in_thread(_clear, self.engine.buffer(region)[:length])
 
     def keep(self, region: RegionInfo, size: int) -> None:
         """A piece that counted as ``size`` used bytes is free."""

@@ -44,7 +44,7 @@ from kvxfer.errors import (
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, TransportInfo
 from kvxfer.native.facts import MemoryKind, Priority
 from kvxfer.native.status import Status, error_for
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import TaskOwner, in_thread
 
 Segments = npt.NDArray[np.uint64]
 DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop
@@ -157,7 +157,7 @@ class DataPlane:
 
     def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
         """Run what blocks (copies of memory that only a driver reaches) in a thread."""
-        return self._tasks.run(asyncio.to_thread(work, self.engine), what)
+        return self._tasks.run(in_thread(work, self.engine), what)
 
     def region_transfers(self, region: int) -> list[int]:
         """Numbers of the transfers of this process that use a region."""

@@ -25,6 +25,7 @@ from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerpri
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import MemoryKind, OpKind
 from kvxfer.planner import Plan, plan
+from kvxfer.tasks import in_thread
 
 if TYPE_CHECKING:
     from kvxfer.dataplane.plane import DataPlane
@@ -75,10 +76,10 @@ class Posting:
     async def receive(cls, body: bytes) -> Posting:
         """`unpack` that never holds the loop for long, whatever the body says."""
         if len(body) > BODY_BYTES_INLINE_MAX:
-            return await asyncio.to_thread(cls.unpack, body)
+            return await in_thread(cls.unpack, body)
         raw = unpack_map(body, "posting")
         if _blocks_named(raw) > BLOCKS_INLINE_MAX:
-            return await asyncio.to_thread(cls._from_map, raw)
+            return await in_thread(cls._from_map, raw)
         return cls._from_map(raw)
 
     def require_inside(self) -> Posting:
@@ -228,7 +229,7 @@ async def negotiate(
 
 async def off_loop(heavy: bool, work: Callable[..., T], *arguments: Any) -> T:
     """The result of ``work``, which runs in a thread when it is heavy."""
-    return await asyncio.to_thread(work, *arguments) if heavy else work(*arguments)
+    return await in_thread(work, *arguments) if heavy else work(*arguments)
 
 
 def _blocks_named(raw: dict[str, Any]) -> int:

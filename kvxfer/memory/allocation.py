@@ -20,7 +20,7 @@ from kvxfer.memory import numa
 from kvxfer.memory.placement import Load, check_group, least_loaded
 from kvxfer.memory.sources import BorrowedMemory
 from kvxfer.native.engine import Engine, MemoryKind, RegionInfo
-from kvxfer.tasks import TaskOwner, shared
+from kvxfer.tasks import TaskOwner, in_thread, shared
 
 log = logging.getLogger("kvxfer.memory")
 
@@ -116,7 +116,7 @@ class Allocator:
             await asyncio.wait(self._working)
 
     async def _off_loop(self, work: Callable[[], RegionInfo], what: str, deadline: Deadline) -> RegionInfo:
-        working = self._tasks.run(asyncio.to_thread(work), what)
+        working = self._tasks.run(in_thread(work), what)
         self._working.add(working)
         working.add_done_callback(self._working.discard)
         try:

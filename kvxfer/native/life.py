@@ -8,6 +8,7 @@ method says so, other threads may call too; closing waits for these guests.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 import threading
@@ -27,6 +28,7 @@ from kvxfer.native.views import Views
 from kvxfer.tasks import to_the_end
 
 DRAIN_MAX = 256
+log = logging.getLogger("kvxfer.engine")
 forks_seen = 0  # read by `forks` and, on the way of every transfer, directly
 
 
@@ -48,6 +50,15 @@ def forks() -> int:
 # A kvx_event in the order of `Event`: reading them by name costs three times as much, and there is one per transfer.
 EVENT = struct.Struct("=IiQQQQQii")
 assert EVENT.size == ffi.sizeof("kvx_event")
+
+
+def _has_thread(executor: ThreadPoolExecutor) -> bool:
+    """Whether its thread could be started; once it is, it stays."""
+    try:
+        executor.submit(int)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Life:
@@ -137,11 +148,23 @@ class Life:
         if self._engine is not None:
             engine = self._begin_close()
             with ThreadPoolExecutor(1, "kvxfer-close") as own:  # the loop's own threads may all be taken
+                if not _has_thread(own):
+                    self._close_here(engine)
+                    return
                 try:
                     await to_the_end(own, self._stop, engine)
                 finally:  # a cancellation is raised when all of it is done
                     self._deliver_last(engine)
                     await to_the_end(own, self._end_close, engine)
+
+    def _close_here(self, engine: Any) -> None:
+        """Where no thread can be started: the loop stands still meanwhile, and nothing remains."""
+        log.warning("no thread can be started: the loop waits for the close of the engine")
+        try:
+            self._stop(engine)
+        finally:
+            self._deliver_last(engine)
+            self._end_close(engine)
 
     def _begin_close(self) -> Any:
         engine = self._mine()
