@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from kvxfer.addresses import parse_address
+from kvxfer.cli.mtu import about_mtu, path_mtu
 from kvxfer.client import Client
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Config, Loaded, load
@@ -151,6 +153,7 @@ async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -
     run.notes.extend(await _versions(args.node, node, loaded.config, args.timeout))
     run.notes.append(await _breakers(node, args, loaded))
     target = targets[MemoryKind.DRAM]
+    run.notes.extend(_mtus(target))
     via = f", over {peer.address}" if peer.address else ""
     print(f"{args.node}: node {target.node_id[:12]} answers{via}\n")
     print(f"{table(run.rows, target.length)}\n\n{explain(run.ways)}")
@@ -235,6 +238,12 @@ class Run:
         self.ways.append(Way(name, True, why, pair))
         if MemoryKind.HBM in (here, there) and not self.notes:
             self.notes.extend(await asyncio.to_thread(_about_accelerators))
+
+
+def _mtus(target: RemoteDescriptor) -> list[str]:
+    """Paths to the node's engine with a smaller MTU than this host's interface: known by now, after what was moved."""
+    hosts = dict.fromkeys(parse_address(text).host for text in target.endpoints.get("tcp", ()))
+    return [said for host in hosts if (said := about_mtu(host, path_mtu(host)))]
 
 
 async def _versions(given: str, node: Sequence[str], config: Config, timeout: float) -> list[str]:
