@@ -161,10 +161,14 @@ class ClientLife:
 
     def _end_flows(self) -> list[asyncio.Task[None]]:
         flows, self._flows = self._flows, {}
-        said = [end(ClosedError("the client was closed")) for end in flows.values()]
+        telling = []
+        for end in flows.values():  # one that fails keeps nobody else's words from being said
+            words = end(ClosedError("the client was closed"))
+            if words is not None:
+                telling.append(self._tasks.spawn(words, "tell of an end"))
         if self._mailboxes is not None:
             self._mailboxes.close()
-        return [self._tasks.spawn(words, "tell of an end") for words in said if words is not None]
+        return telling
 
     def enter(self, flow: object, end: EndFlow) -> None:
         """A flow begins that has to hear of it when the client is closed."""
