@@ -43,6 +43,7 @@ from kvxfer.daemon.pool import Pool
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.errors import ClosedError, KvxferError, PeerDraining, TooManyPending
+from kvxfer.logs import logger
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
 from kvxfer.native.installed import installed
@@ -62,7 +63,7 @@ WORKER_DEAD_S_MAX = 60.0
 CUT_OFF_S = 0.5  # other nodes may take so long to hear of claims that were cut off
 LEFTOVERS_AFTER_S = 1.0  # a killed worker's files are looked for when the kernel is done with it
 
-log = logging.getLogger("kvxfer.server")
+log = logger("kvxfer.server")
 
 
 def embedded_config(**options: Any) -> Config:

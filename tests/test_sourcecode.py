@@ -33,6 +33,7 @@ LAYERS = (
         name="limits",
         modules=(
             "addresses",
+            "logs",
             "config",
             "config.*",
             "net.tls",

@@ -9,7 +9,6 @@ the code behind.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -18,12 +17,13 @@ from collections.abc import Callable, Collection
 from kvxfer.config import Config
 from kvxfer.daemon.newcomers import Newcomers, source_of
 from kvxfer.errors import KvxferError
+from kvxfer.logs import logger
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts, OnLink, OnMessage, Random
 from kvxfer.net.queues import Queues
 from kvxfer.wire.session import Facts, Limits, Session
 
-log = logging.getLogger("kvxfer.acceptor")
+log = logger("kvxfer.acceptor")
 
 
 class Acceptor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from dataclasses import replace
 from kvxfer.config import Config
 from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.errors import ClosedError, KvxferError, ProtocolError, TooManyPending
+from kvxfer.logs import logger
 from kvxfer.net.link import Link
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import ClaimKey
@@ -31,7 +31,7 @@ SLICE = 256  # claims that are looked up in one go
 ASKED_MAX = 4096  # connections of which is known how many claims were asked for over them
 QUESTIONS_BYTES_MAX = 8 << 20  # of all questions that wait for their answer; all claims of a node are 1.3 MB
 
-log = logging.getLogger("kvxfer.confirming")
+log = logger("kvxfer.confirming")
 
 
 class Confirmations:

@@ -8,7 +8,6 @@ The daemon itself takes part under the name `SELF`, so that its own postings fol
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from kvxfer.errors import (
     UnknownMessage,
     UsageError,
 )
+from kvxfer.logs import logger
 from kvxfer.net.link import Link
 from kvxfer.net.queues import Queues
 from kvxfer.rendezvous import actions as act
@@ -36,7 +36,7 @@ from kvxfer.wire.faults import error_reply
 
 SELF = "this daemon"
 
-log = logging.getLogger("kvxfer.server")
+log = logger("kvxfer.server")
 
 
 class Forwarding(Protocol):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.daemon.identity import package_version
 from kvxfer.daemon.metrics import Distribution, Sample
+from kvxfer.logs import logger
 from kvxfer.rendezvous.tally import BUCKETS_S
 from kvxfer.wire.session import VERSIONS
 
@@ -29,9 +30,25 @@ COUNTS = {
     "held_bytes": "Bytes of the messages that nobody has received yet.",
 }
 
+log = logger(__name__)
+
 
 def samples(server: Server) -> Iterator[Sample | Distribution]:
-    """Everything but the engines' counters."""
+    """Everything but the engines' counters. A part that cannot be told now leaves out nothing but itself."""
+    failed = 0
+    for part in (_program, _counts, _reports, _links, _credentials, _pool, _landings, _claims, _oddities):
+        try:
+            found = list(part(server))
+        except Exception:  # whatever is wrong with one part, an operator needs the others now
+            failed += 1
+            log.exception("a part of the metrics cannot be told: %s", part.__name__.strip("_"))
+        else:
+            yield from found
+    text = "Parts of this page that are missing because they could not be told; the log says why."
+    yield Sample(name="kvxfer_metrics_missing", help=text, value=failed)
+
+
+def _program(server: Server) -> Iterator[Sample]:
     build = {"version": package_version(), "protocol": str(VERSIONS[1]), "python": platform.python_version()}
     yield Sample(name="kvxfer_build_info", help="The running program.", value=1, labels=build)
     yield Sample(
@@ -40,17 +57,17 @@ def samples(server: Server) -> Iterator[Sample | Distribution]:
     yield Sample(name="kvxfer_ready", help="1 while this daemon accepts work.", value=server.ready)
     text = "1 when what tcp moves is encrypted (tcp_encryption)."
     yield Sample(name="kvxfer_tcp_encryption", help=text, value=server.config.encrypts)
+
+
+def _counts(server: Server) -> Iterator[Sample]:
     counts = server.registry.counts()
     for name, text in COUNTS.items():
         own = 1 if name == "workers" else 0  # the daemon takes part in its registry like a worker
         yield Sample(name=f"kvxfer_{name}", help=text, value=getattr(counts, name) - own)
     yield ignore_fingerprint(server.config)
-    yield from _reports(server)
-    yield from _links(server)
-    yield from _credentials(server)
-    yield from _pool(server)
-    yield from _landings(server)
-    yield from _claims(server)
+
+
+def _oddities(server: Server) -> Iterator[Sample]:
     for (message, reason), value in server.registry.unexpected.items():
         labels = {"message": message, "reason": reason}
         text = "Messages that fitted no state; harmless."

@@ -11,12 +11,13 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
+
+from kvxfer.logs import logger
 
 REQUEST_BYTES_MAX = 8192
 CONNECTIONS_MAX = 32
@@ -30,7 +31,7 @@ REASONS = {
     503: "Service Unavailable",
 }
 
-log = logging.getLogger("kvxfer.http")
+log = logger("kvxfer.http")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ is `BusyError` at once, or after the time that the asker wants to stand in line 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -39,6 +38,7 @@ from kvxfer.errors import (
     UsageError,
     ended_by_other,
 )
+from kvxfer.logs import logger
 from kvxfer.native.engine import Event, EventKind, RegionInfo
 from kvxfer.net.link import Link
 from kvxfer.rendezvous import actions as act
@@ -51,7 +51,7 @@ from kvxfer.wire import tags
 BODIES_BYTES_MAX = 64 << 20  # what askers want back with their landings, of all that wait and all that live
 ENTRY_BYTES = 1024  # what one without a body counts for
 
-log = logging.getLogger("kvxfer.landing")
+log = logger("kvxfer.landing")
 
 # A writer that ends closes its data connection at once; why it ended comes through the daemons, a little later. And one
 # whose daemon has gone may be about to connect.

@@ -9,7 +9,6 @@ series does not grow with peers, workers or requests.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvxfer.errors import BY_CODE, KvxferError
+from kvxfer.errors import BY_CODE
+from kvxfer.logs import logger
 from kvxfer.native.counters import Counters, TransportCounters, read_counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +41,7 @@ CORE_COUNTS: Mapping[str, str] = {
 
 COUNTED_MAX = 4096  # ended engines whose files may be named again
 
-log = logging.getLogger("kvxfer.metrics")
+log = logger("kvxfer.metrics")
 
 Totals = dict[str, dict[str, int]]
 
@@ -117,7 +117,7 @@ class EngineCounters:
         """The newest snapshot of one engine; the last one when it cannot be read now."""
         try:
             self._last[key] = self._sources[key]()
-        except (OSError, KvxferError) as failure:
+        except Exception as failure:  # of one engine; the others are still to be counted
             self.unreadable += 1
             log.debug("cannot read the counters of %s: %s", key, failure)
         return self._last.get(key)

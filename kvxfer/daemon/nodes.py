@@ -9,11 +9,11 @@ the successor of the other, but both stay, and that is told.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
 from kvxfer.errors import TooManyPending
+from kvxfer.logs import logger
 from kvxfer.rendezvous.shares import Shares
 from kvxfer.wire.session import Facts
 
@@ -24,7 +24,7 @@ NODE_LINKS_MAX = 16
 TOOLS_PART = 8  # tools together have one of so many parts of all connections
 TOOLS = ""
 
-log = logging.getLogger("kvxfer.nodes")
+log = logger("kvxfer.nodes")
 
 
 class Nodes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from kvxfer.errors import (
     ResourceExhausted,
     TransferTimeout,
 )
+from kvxfer.logs import logger
 from kvxfer.net.dial import candidates
 from kvxfer.net.link import Link
 from kvxfer.rendezvous.tally import Durations
@@ -45,7 +45,7 @@ CLOSED, OPEN, HALF_OPEN = "closed", "open", "half_open"
 
 Dial = Callable[[Sequence[str], str], Awaitable[Link]]  # (addresses, expected node id or '') -> a ready link
 
-log = logging.getLogger("kvxfer.pool")
+log = logger("kvxfer.pool")
 
 
 @dataclass(slots=True, kw_only=True)

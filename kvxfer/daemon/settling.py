@@ -9,20 +9,20 @@ growing pauses, and at once when the node is heard from. Whatever the node answe
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvxfer.errors import NOT_TOLD, KvxferError
+from kvxfer.logs import logger
 from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
 from kvxfer.tasks import TaskOwner
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 
-log = logging.getLogger("kvxfer.settling")
+log = logger("kvxfer.settling")
 
 
 @dataclass(slots=True, eq=False)

@@ -10,12 +10,12 @@ is made beside it, and whichever comes first is used: an owner that only stood s
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from kvxfer.dataplane.ways import Place, Route
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerLost, UnknownRegion
+from kvxfer.logs import logger
 from kvxfer.native.engine import Engine, TransportInfo
 from kvxfer.native.status import Status
 from kvxfer.tasks import TaskOwner, shared
@@ -23,7 +23,7 @@ from kvxfer.tasks import TaskOwner, shared
 QUIET_S = 5.0  # nothing heard for so long: it is asked
 ANSWER_S = 1.0  # silent for so long: a new connection is made
 
-log = logging.getLogger("kvxfer.quiet")
+log = logger("kvxfer.quiet")
 
 
 class Quiet:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -57,6 +56,7 @@ from kvxfer.errors import (
     UnknownRegion,
     UsageError,
 )
+from kvxfer.logs import logger
 from kvxfer.native.engine import Engine, Event, TransportInfo
 from kvxfer.native.facts import ChoiceKind, MemoryKind
 from kvxfer.native.status import error_for
@@ -71,7 +71,7 @@ RESET_DELAYS_S = (0.0, 0.01, 0.05, 0.2)  # before the next try, when a connectio
 K = TypeVar("K")
 T = TypeVar("T")
 
-log = logging.getLogger("kvxfer.reach")
+log = logger("kvxfer.reach")
 
 
 class Reach:

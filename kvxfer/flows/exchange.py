@@ -8,7 +8,6 @@ side is validated before it is used.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
+from kvxfer.logs import logger
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import MemoryKind, OpKind
 from kvxfer.planner import Plan, plan
@@ -38,7 +38,7 @@ SEGMENTS_INLINE_MAX = 16384
 BODY_BYTES_INLINE_MAX = 16 << 10
 T = TypeVar("T")
 
-log = logging.getLogger("kvxfer.exchange")
+log = logger("kvxfer.exchange")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ full device's, no NUMA binding) says so itself, in the log and in the counters.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from typing import cast
 
 from kvxfer.deadline import MEMORY, Deadline
 from kvxfer.errors import TransferTimeout, UsageError
+from kvxfer.logs import logger
 from kvxfer.memory import numa
 from kvxfer.memory.placement import Load, check_group, least_loaded
 from kvxfer.memory.sources import BorrowedMemory
 from kvxfer.native.engine import Engine, MemoryKind, RegionInfo
 from kvxfer.tasks import TaskOwner, in_thread, shared
 
-log = logging.getLogger("kvxfer.memory")
+log = logger("kvxfer.memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

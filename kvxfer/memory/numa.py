@@ -7,7 +7,6 @@ often forbid it) is said once and never an error.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvxfer.errors import UsageError
+from kvxfer.logs import logger
 
 SYSFS = Path("/sys")
 ACCELERATOR_VENDOR = "0x19e5"
@@ -22,7 +22,7 @@ ACCELERATOR_CLASS = "0x12"  # processing accelerator
 NODES_MAX = 1024
 _LIST = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
 
-log = logging.getLogger("kvxfer.numa")
+log = logger("kvxfer.numa")
 
 
 def parse_list(text: str) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ method says so, other threads may call too; closing waits for these guests.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import struct
 import threading
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvxfer.errors import ClosedError, ConfigError, ForkedClientError, TransportUnavailable, UsageError, WrongThread
+from kvxfer.logs import logger
 from kvxfer.memory import numa
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.facts import Caps, EngineConfig, Event, TransportInfo
@@ -28,7 +28,7 @@ from kvxfer.native.views import Views
 from kvxfer.tasks import to_the_end
 
 DRAIN_MAX = 256
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 forks_seen = 0  # read by `forks` and, on the way of every transfer, directly
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from kvxfer.config import Config
 from kvxfer.config.sources import read_regular_file
 from kvxfer.config.user_secret import NoPlace, UserSecret, find_user_secret, make_user_secret, secret_in_memory
 from kvxfer.errors import ConfigError
+from kvxfer.logs import logger
 from kvxfer.net.keys import FILE_BYTES_MAX, NodeKeys
 from kvxfer.net.tls import Channel, Contexts, Side, load_contexts
 
@@ -32,7 +32,7 @@ DAY_S = 86400
 Unconfigured = Literal["make", "make or remember", "look", "none"]
 Signature = tuple[tuple[int, int, int] | int, ...]
 
-log = logging.getLogger("kvxfer.credentials")
+log = logger("kvxfer.credentials")
 
 
 class Credentials:

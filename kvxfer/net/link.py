@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import os
 import secrets
 import socket
@@ -33,6 +32,7 @@ from kvxfer.errors import (
     TransferTimeout,
     UnknownMessage,
 )
+from kvxfer.logs import logger
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.dial import dial_any, reason
 from kvxfer.net.forks import own
@@ -53,7 +53,7 @@ FLUSH_S = 0.7  # a closing link may take this long to send what is queued
 MESSAGES_PER_TURN, BYTES_PER_TURN, TURN_S = 32, 256 << 10, 0.001
 OWN_REPLIES_BYTES_MAX = 64 << 10  # what the session itself may queue above the limit before the link is given up
 
-log = logging.getLogger("kvxfer.link")
+log = logger("kvxfer.link")
 
 OnMessage = Callable[["Link", Message], None]
 OnLink = Callable[["Link"], None]

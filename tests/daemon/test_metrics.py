@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvxfer.daemon import gauges
 from kvxfer.daemon import metrics as metrics_module
 from kvxfer.daemon.metrics import (
     TOTALS,
@@ -280,3 +281,21 @@ async def test_ended_links_are_counted_by_reason(ending: str) -> None:
         series = parse((await scrape(server))[1])
         reason = {"abort": "peer_lost", "goodbye": "peer_draining"}[ending]
         assert value(series, "kvxfer_links_ended_total", role="worker", reason=reason) == 1
+
+
+async def test_a_part_that_cannot_be_told_leaves_out_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Server) -> list[Sample]:
+        raise ZeroDivisionError
+
+    async with node() as server:
+        whole = server._scrape().body.decode()
+        assert "kvxfer_metrics_missing 0.0" in whole
+        broken.__name__ = "_links"
+        monkeypatch.setattr(gauges, "_links", broken)
+        server.engines.add("odd", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        page = server._scrape().body.decode()
+        server.engines.remove("odd")
+    assert "kvxfer_metrics_missing 1.0" in page
+    assert "kvxfer_counters_unreadable_total 1.0" in page
+    for name in ("kvxfer_ready", "kvxfer_claims", "kvxfer_inflight", "kvxfer_build_info"):
+        assert f"# HELP {name}" in page

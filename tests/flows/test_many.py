@@ -97,7 +97,7 @@ async def test_an_early_one_is_refused_in_the_call(sides: Sides) -> None:
 
 async def test_those_that_were_never_begun_fail_with_the_deadline_and_are_tried_again(slow: Sides) -> None:
     slow.source.array[:] = 7
-    group = slow.client.put_many(slow.moves(COUNT, 256 << 10), timeout=0.5)
+    group = slow.client.put_many(slow.moves(COUNT, 256 << 10), timeout=0.05)
     with pytest.raises((PartialTransfer, TransferTimeout)):
         await group
     await group.wait_settled()
@@ -122,7 +122,7 @@ async def test_a_cancelled_group_begins_no_more(slow: Sides) -> None:
 
 async def test_an_atomic_group_ends_with_its_first_failure(slow: Sides) -> None:
     moves = slow.moves(COUNT, 256 << 10)
-    group = slow.client.put_many(moves, atomic=True, timeout=0.5)
+    group = slow.client.put_many(moves, atomic=True, timeout=0.05)
     with pytest.raises(TransferTimeout):
         await group
     assert (group.state, group.undefined) == ("timed_out", tuple(range(COUNT)))
