@@ -55,11 +55,14 @@ class Priority(IntEnum):
     @classmethod
     def of(cls, word: object) -> Priority:
         """Of "critical", "normal" or "bulk"; anything else is a `UsageError`."""
-        for one in cls:
-            if one.name.lower() == word:
-                return one
+        found = PRIORITIES.get(word) if isinstance(word, str) else None
+        if found is not None:
+            return found
         words = ", ".join(one.name.lower() for one in cls)
         raise UsageError(f"priority must be one of {words}", field="priority", value=repr(word)[:40])
+
+
+PRIORITIES = {one.name.lower(): one for one in Priority}
 
 
 class MemoryKind(IntEnum):
