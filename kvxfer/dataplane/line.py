@@ -38,14 +38,14 @@ class Line(Generic[W]):
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self._queued: dict[Permit, W] = {}  # exactly the permits that wait
-        self._going: OrderedDict[W, None] = OrderedDict()  # admitted, its turn comes in `run`
+        self.going: OrderedDict[W, None] = OrderedDict()  # admitted, its turn comes in `run`
         self._no_room: dict[int, OrderedDict[W, None]] = {}  # by rank: admitted or small; the engine was full
         self._turns = Turns()
         self._by_transfer: dict[Hashable, OrderedDict[W, None]] = {}
         self._runs = False
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self._going) + sum(map(len, self._no_room.values()))
+        return len(self._queued) + len(self.going) + sum(map(len, self._no_room.values()))
 
     @property
     def is_blocked(self) -> bool:
@@ -80,8 +80,8 @@ class Line(Generic[W]):
             self._forget(work)
             self._started(self.admission.abandon(permit))
             return True
-        if work in self._going:
-            del self._going[work]
+        if work in self.going:
+            del self.going[work]
         elif work in self._no_room.get(work.rank, ()):
             self._take_back(work)
         else:
@@ -96,7 +96,7 @@ class Line(Generic[W]):
 
     def everybody(self) -> tuple[W, ...]:
         """All that waits here."""
-        return (*self._queued.values(), *self._going, *(work for line in self._no_room.values() for work in line))
+        return (*self._queued.values(), *self.going, *(work for line in self._no_room.values() for work in line))
 
     def run(self, submit: Callable[[W], None]) -> None:
         """Submit all that may go. A call from inside ``submit`` does nothing: the outer one goes on."""
@@ -104,8 +104,8 @@ class Line(Generic[W]):
             return
         self._runs = True
         try:
-            while self._going:
-                work, _ = self._going.popitem(last=False)
+            while self.going:
+                work, _ = self.going.popitem(last=False)
                 self._forget(work)
                 submit(work)
         finally:
@@ -159,7 +159,7 @@ class Line(Generic[W]):
 
     def _started(self, permits: Iterable[Permit]) -> None:
         for permit in permits:
-            self._going[self._queued.pop(permit)] = None
+            self.going[self._queued.pop(permit)] = None
 
     def _take_back(self, work: W) -> None:
         line = self._no_room[work.rank]

@@ -386,12 +386,14 @@ class DataPlane:
         self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None, *, unsent: bool = False
     ) -> None:
         """One part is over: its place in the window goes to whoever is next. ``unsent``: the engine did not take it."""
-        self._line.ended(work)
+        if work.permit is not None:
+            self._line.ended(work)
         if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
             error.fields.setdefault("part", work.part.number)
         if error is None or not self._goes_on(work, token, moved_bytes, error, unsent):
             work.transfer.part_ended(token, moved_bytes, error)
-        self._run_line()
+        if self._line.going:
+            self._run_line()
 
     def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError, unsent: bool) -> bool:
         """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried.

@@ -85,7 +85,7 @@ def _running_permit_given_up() -> list[Change]:
         if permit in line._queued:
             del line._queued[permit]
             line._started(line.admission.abandon(permit))
-        line._going.pop(work, None)
+        line.going.pop(work, None)
         line._no_room.pop(work, None)
         line._forget(work)
         work.permit = None
