@@ -48,7 +48,7 @@ from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
 
-BODIES_BYTES_MAX = 64 << 20  # what askers want back with their landings, of all that wait and all that live
+BODIES_BYTES_MAX = 32 << 20  # what askers want back with their landings, of all that wait and all that live
 ENTRY_BYTES = 1024  # what one without a body counts for
 
 log = logger("kvxfer.landing")

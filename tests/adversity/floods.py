@@ -29,6 +29,7 @@ SECONDS = 5.0
 EVIL, GOOD = "ee" * 16, "00" * 15 + "01"
 LINKS_WANTED = 40  # it gets fewer
 BODY = 6 << 20
+POOL_BYTES = Config().landing_bytes_max
 
 
 def _unfinished(_: int) -> Iterator[bytes]:
@@ -38,8 +39,8 @@ def _unfinished(_: int) -> Iterator[bytes]:
 def _bodies(number: int) -> Iterator[bytes]:
     body = os.urandom(BODY)
     for count in range(300):
-        key, length = f"{number}-{count}", 256 << 20 if number + count else 1
-        yield encode(m.Land(rid=count + 1, key=key, length=length, wait_s=600.0, lease_s=600.0, body=body))
+        key = f"{number}-{count}"
+        yield encode(m.Land(rid=count + 1, key=key, length=POOL_BYTES, wait_s=600.0, lease_s=600.0, body=body))
 
 
 def _waits(number: int) -> Iterator[bytes]:
@@ -114,6 +115,8 @@ async def measure(kind: str, directory: Path) -> tuple[list[float], int]:
         address = re.findall(r"peers (\S+),", await victim.process.readline(20))[0]
         about = LinkFacts(role="peer", node_id=GOOD)
         link = await Link.dial([address], about, Config(), credentials=Credentials(Config(), unconfigured="look"))
+        # Somebody has a little of the landing pool, so that whoever asks for all of it waits.
+        await link.request(m.Land(key="held", length=1, wait_s=0.0, lease_s=600.0, body=b""), timeout=30)
         process = psutil.Process(victim.process.pid)
         before = most = process.memory_info().rss
         samples = []
