@@ -51,7 +51,7 @@ def data(asked: Frame, **changes: int) -> Frame:
 async def outcomes(say: Say, kinds: tuple[OpKind, ...], *, notes: bool = False) -> list[Outcome]:
     """What becomes of an op of each kind on a connection of its own that is answered so."""
     lies, found = Lies(), []
-    async with lying_owner(lies.act) as endpoint, initiator() as side:
+    async with lying_owner(lies.act) as endpoint, initiator(connect_ms=5000) as side:
         mine, _ = side.alloc(16 * KIB)
         for kind in kinds:
             lies.say = say
@@ -179,7 +179,7 @@ async def test_answers_to_an_import(how: str, status: int) -> None:
         lying_owner(
             serve_import, attach=lambda asked: (ack(asked, **answer), KEY if how == "proved" else WRONG_KEY)
         ) as endpoint,
-        initiator() as side,
+        initiator(connect_ms=5000) as side,
     ):
         peer, _ = await connect(side, endpoint)
         _, event = await import_(side, peer)

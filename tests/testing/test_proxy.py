@@ -79,7 +79,7 @@ async def test_it_delays_and_pauses() -> None:
         began = time.monotonic()
         writer.write(PINGS[0])
         assert await answers(reader, len(PINGS[0])) == PINGS[0]
-        assert time.monotonic() - began >= 0.1
+        assert time.monotonic() - began >= 0.099  # the timers of uvloop count whole milliseconds
         found.pause()
         writer.write(PINGS[1])
         with pytest.raises(TimeoutError):
