@@ -170,7 +170,7 @@ class Client(ClientLife):
             raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
         plane = self.plane
         part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
-        urgency = Priority.of(priority)
+        urgency = Priority.NORMAL if priority == "normal" else Priority.of(priority)
         return plane.start((part,), timeout=self._limit(timeout), peer=target.node_id, priority=urgency)
 
     def get(
@@ -185,7 +185,7 @@ class Client(ClientLife):
         """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
         plane = self.plane
         part = self._part(plane, OpKind.GET, target, source, source_offset)
-        urgency = Priority.of(priority)
+        urgency = Priority.NORMAL if priority == "normal" else Priority.of(priority)
         return plane.start((part,), timeout=self._limit(timeout), peer=source.node_id, priority=urgency)
 
     def put_many(

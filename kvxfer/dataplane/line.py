@@ -39,18 +39,15 @@ class Line(Generic[W]):
         self.admission = admission
         self._queued: dict[Permit, W] = {}  # exactly the permits that wait
         self.going: OrderedDict[W, None] = OrderedDict()  # admitted, its turn comes in `run`
-        self._no_room: dict[int, OrderedDict[W, None]] = {}  # by rank: admitted or small; the engine was full
+        self.no_room: dict[
+            int, OrderedDict[W, None]
+        ] = {}  # by rank: admitted or small; waits until the engine has room
         self._turns = Turns()
         self._by_transfer: dict[Hashable, OrderedDict[W, None]] = {}
         self._runs = False
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self.going) + sum(map(len, self._no_room.values()))
-
-    @property
-    def is_blocked(self) -> bool:
-        """Others wait for room in the engine already."""
-        return bool(self._no_room)
+        return len(self._queued) + len(self.going) + sum(map(len, self.no_room.values()))
 
     def enter(self, work: W, peer: Hashable, size: int, now: float) -> bool:
         """Take a place in the peer's window; False: it waits for one. Raises what `Admission.admit` raises."""
@@ -63,7 +60,7 @@ class Line(Generic[W]):
 
     def wait_for_room(self, work: W) -> None:
         """The engine has no room for it now."""
-        self._no_room.setdefault(work.rank, OrderedDict())[work] = None
+        self.no_room.setdefault(work.rank, OrderedDict())[work] = None
         self._index(work)
 
     def ended(self, work: W) -> None:
@@ -82,7 +79,7 @@ class Line(Generic[W]):
             return True
         if work in self.going:
             del self.going[work]
-        elif work in self._no_room.get(work.rank, ()):
+        elif work in self.no_room.get(work.rank, ()):
             self._take_back(work)
         else:
             return False
@@ -96,7 +93,7 @@ class Line(Generic[W]):
 
     def everybody(self) -> tuple[W, ...]:
         """All that waits here."""
-        return (*self._queued.values(), *self.going, *(work for line in self._no_room.values() for work in line))
+        return (*self._queued.values(), *self.going, *(work for line in self.no_room.values() for work in line))
 
     def run(self, submit: Callable[[W], None]) -> None:
         """Submit all that may go. A call from inside ``submit`` does nothing: the outer one goes on."""
@@ -115,15 +112,15 @@ class Line(Generic[W]):
         """The engine may have room again: by rank, and within a rank first come, first served, until one meets a full
         engine again.
         """
-        for _ in range(sum(map(len, self._no_room.values()))):
-            if not self._no_room:  # what completed inside the engine's call made room, and others were faster
+        for _ in range(sum(map(len, self.no_room.values()))):
+            if not self.no_room:  # what completed inside the engine's call made room, and others were faster
                 return
-            work = next(iter(self._no_room[self._turns.take(self._no_room)]))
+            work = next(iter(self.no_room[self._turns.take(self.no_room)]))
             self._take_back(work)
             self._forget(work)
             submit(work)
-            if work in self._no_room.get(work.rank, ()):  # still no room: back to its place
-                self._no_room[work.rank].move_to_end(work, last=False)
+            if work in self.no_room.get(work.rank, ()):  # still no room: back to its place
+                self.no_room[work.rank].move_to_end(work, last=False)
                 return
 
     def obstacle(self, transfer: Hashable) -> Obstacle | None:
@@ -162,10 +159,10 @@ class Line(Generic[W]):
             self.going[self._queued.pop(permit)] = None
 
     def _take_back(self, work: W) -> None:
-        line = self._no_room[work.rank]
+        line = self.no_room[work.rank]
         del line[work]
         if not line:
-            del self._no_room[work.rank]
+            del self.no_room[work.rank]
 
     def _index(self, work: W) -> None:
         self._by_transfer.setdefault(work.transfer, OrderedDict())[work] = None

@@ -184,7 +184,7 @@ class DataPlane:
                 transfer.notice = True
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
-            if ready is not None and not self._is_quiet(ready.route):
+            if ready is not None and (ready.route.info.same_host or not self._is_quiet(ready.route)):
                 self._admit(Work(transfer, part, ready))
             else:
                 self._resolve_first(transfer, part)
@@ -299,11 +299,11 @@ class DataPlane:
 
     def _admit(self, work: Work) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
-        if work.transfer.cancelling is not None:  # an earlier part failed at once: this one must not wait for anything
-            work.transfer.part_ended(None, 0, work.transfer.cancelling)
-            return
         size = work.part.size
         if size > self._small_bytes[work.ready.route.info.name]:
+            if work.transfer.cancelling is not None:  # an earlier part failed at once: this one must not wait
+                work.transfer.part_ended(None, 0, work.transfer.cancelling)
+                return
             peer = work.ready.route.engine_id
             now = self._now()
             work.rank = rank_of(work.transfer.priority, size)
@@ -316,7 +316,7 @@ class DataPlane:
             if not admitted:
                 work.ready.users += 1
                 return
-        if self._line.is_blocked:
+        if self._line.no_room and work.transfer.cancelling is None:
             self._wait_for_room(work)
         else:
             self._submit(work)
@@ -336,17 +336,19 @@ class DataPlane:
             if part.span is not None:
                 local, remote, length = part.span
                 result = self.engine.submit_one(
-                    *(part.kind, part.region, ready.handle, local, remote, length),
-                    notify=part.notify,
-                    check=part.check,
-                    priority=transfer.priority,
+                    part.kind,
+                    part.region,
+                    ready.handle,
+                    local,
+                    remote,
+                    length,
+                    part.notify,
+                    part.check,
+                    transfer.priority,
                 )
             else:
                 result = self.engine.submit(
-                    *(part.kind, part.region, ready.handle, part.segments),
-                    notify=part.notify,
-                    check=part.check,
-                    priority=transfer.priority,
+                    part.kind, part.region, ready.handle, part.segments, part.notify, part.check, transfer.priority
                 )
         except BusyError:
             self._wait_for_room(work)
@@ -427,7 +429,8 @@ class DataPlane:
 
     def _finish(self, work: Work, token: int | None, event: Event) -> None:
         if event.status == 0:
-            work.ready.route.heard = self._now()
+            if not work.ready.route.info.same_host:  # those are never asked
+                work.ready.route.heard = self._now()
             self._end(work, token, event.bytes, None)
             return
         transfer, ready = work.transfer, work.ready

@@ -52,7 +52,7 @@ class Quiet:
 
     def is_quiet(self, route: Route) -> bool:
         """Whether nothing was heard over it for so long that something on the way may have forgotten it."""
-        if self._now() - route.heard <= QUIET_S or route.info.same_host:
+        if route.info.same_host or self._now() - route.heard <= QUIET_S:
             return False
         return route.peer in self._asking or not self._busy(route)
 

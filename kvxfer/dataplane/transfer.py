@@ -198,7 +198,8 @@ class Transfer:
 
     def part_ended(self, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part completed (``token`` None: it never reached the engine)."""
-        self.token_ended(token)
+        if token is not None:
+            self._tokens.discard(token)
         self._parts_left -= 1
         self._bytes_done += moved_bytes
         if self.state == TIMED_OUT and error is None and token is not None:

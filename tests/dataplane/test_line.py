@@ -173,7 +173,7 @@ class LineMachine(RuleBasedStateMachine):
                 return
             if not admitted:
                 continue
-            if self.line.is_blocked:
+            if self.line.no_room:
                 self.line.wait_for_room(work)
             else:
                 self.submit(work)

@@ -86,7 +86,7 @@ def _running_permit_given_up() -> list[Change]:
             del line._queued[permit]
             line._started(line.admission.abandon(permit))
         line.going.pop(work, None)
-        line._no_room.pop(work, None)
+        line.no_room.pop(work, None)
         line._forget(work)
         work.permit = None
         return True
