@@ -55,6 +55,7 @@ class Grants:
         """A request that its asker has given up has no claim, from the moment on when its owner hears of it."""
         give_up, match = Registry.give_up, Book._match
         over: set[tuple[Any, int]] = set()
+        granted: dict[tuple[str, int], tuple[Any, int]] = {}  # a number means nothing over another connection
 
         def wrong(key: str) -> None:
             self._world.oracle.wrong("given_up", f"{current().name} keeps a claim on {key} that its asker has given up")
@@ -64,14 +65,18 @@ class Grants:
             over.add((link, request))
             party = registry._parties.get(link)
             for claim in () if party is None else party.claims.values():
-                if claim.rid == request:
+                if granted.get(claim.key) == (link, request):
                     wrong(claim.posting.key)
             return actions
 
         def matched(book: Any, now: float, posting: Any, party: Any, rid: int, *rest: Any) -> Any:
             if (party.link, rid) in over:
                 wrong(posting.key)
-            return match(book, now, posting, party, rid, *rest)
+            issued = posting.issued
+            actions = match(book, now, posting, party, rid, *rest)
+            if posting.issued > issued:
+                granted[posting.id, posting.issued] = (party.link, rid)
+            return actions
 
         return ((Registry, "give_up", given_up), (Book, "_match", matched))
 
