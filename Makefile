@@ -123,7 +123,7 @@ cases: build $(VENV)/.dev ## the case book: what users of such systems met (ARGS
 	@KVXFER_TEST_LOOP=asyncio $(PYTEST) -q --durations=8 tests/cases $(ARGS)
 
 cases-full: build $(VENV)/.dev ## the same with the long versions, at their full numbers (for the night)
-	@KVXFER_TEST_LOOP=asyncio KVXFER_TEST_FULL=1 $(PYTEST) -q --durations=8 tests/cases tests/adversity/test_cancel_pattern.py $(ARGS)
+	@KVXFER_TEST_LOOP=asyncio KVXFER_TEST_FULL=1 $(PYTEST) -q --durations=8 tests/cases tests/adversity/test_cancel_pattern.py tests/adversity/test_frozen.py $(ARGS)
 
 soak: MINUTES ?= 30
 soak: build ## mixed traffic with faults for MINUTES at full speed; fails when anything grows (ARGS="--seed N" replays)
