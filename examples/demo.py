@@ -178,6 +178,8 @@ async def cluster(args: argparse.Namespace, progress: Progress) -> AsyncIterator
         except (KvxferError, WorkerFailed, Failed) as failure:
             progress.end()
             said = [line.partition("; its stderr: ")[0] for line in str(failure).splitlines()]  # shown in full below
+            for process in processes:  # others hear of an end before this program knows its status
+                await process.settle()
             raise Failed("\n  ".join(said) + last_words(processes)) from failure
 
 

@@ -24,6 +24,14 @@ READY_S = 10.0
 STOP_S = 8.0
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended. Its status stays for whoever waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True  # somebody has its status already
+
+
 class Process:
     """One child process with lines on stdin and stdout."""
 
@@ -82,6 +90,11 @@ class Process:
     async def wait(self, timeout: float = STOP_S) -> int:
         """Wait for its end; its exit status."""
         return await asyncio.wait_for(self._child.wait(), timeout)
+
+    async def settle(self) -> None:
+        """When it has ended, wait until its status is known; otherwise do nothing."""
+        if has_ended(self.pid):
+            await self._child.wait()
 
     async def stop(self) -> None:
         """End it: politely, then not."""

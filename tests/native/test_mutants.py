@@ -82,6 +82,10 @@ PLAYS = (
 )
 
 
+# Some bugs show in one interleaving of threads only. A test that sees nothing in so many plays does not see the bug.
+PLAYS_MAX = 4
+
+
 @pytest.fixture(scope="module")
 def player() -> Iterator[Player]:
     with Player(PATTERNS, ENCRYPTED, SEALED) as one:
@@ -91,7 +95,10 @@ def player() -> Iterator[Player]:
 @pytest.mark.parametrize("play", PLAYS, ids=lambda play: play.name)
 def test_the_bug_is_seen(player: Player, play: Play, tmp_path: Path) -> None:
     cards = environment(tmp_path, LATENCY_US=CARD_LATENCY_US) if play.cards else None
-    done = player.play(play.module, play.body, *play.arguments, bug=play.bug, folder=tmp_path, environment=cards)
+    for _ in range(PLAYS_MAX):
+        done = player.play(play.module, play.body, *play.arguments, bug=play.bug, folder=tmp_path, environment=cards)
+        if done.status:
+            break
     assert done.status == 1, f"status {done.status}\n{done.said[-4000:]}"
     assert re.search(play.says, done.said), done.said[-4000:]
 
