@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +22,19 @@ SEEDS_FILE = Path(__file__).with_name("seeds.txt")
 FIXED_SEEDS = 200  # `.ci/run` and `make sim` play new ones
 MUTATION_SEEDS_MAX = 120  # a deliberate bug is seen within so many seeds
 NARROW = {"window_ops_max": 1, "inflight_max": 2, "inline_bytes_max": 0}  # whoever moves a byte waits for others
-OPTIONS = {"running_permit_given_up": NARROW}
+LONG = {"lease_s": 25.0}  # what nobody was told of is still there when all is quiet
+OPTIONS: dict[str, dict[str, Any]] = {
+    "running_permit_given_up": NARROW,
+    "settlement_said_once": LONG,
+    "settlement_forgotten": LONG,
+}
 PLANS = {  # what shows itself in one kind of trouble only
     "quarantine_skipped": Plan(hosts=2, workers=4, flows=60, faults=True, span_s=0.2, kinds=("weather",)),
-    "settlement_said_once": Plan(hosts=3, workers=4, flows=30, faults=True, span_s=4.0, kinds=("partition",)),
+    "settlement_said_once": Plan(
+        hosts=3, workers=6, flows=60, faults=True, span_s=4.0, kinds=("partition",), work=("slow",)
+    ),
     "settlement_forgotten": Plan(
-        hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("partition", "kill_daemon")
+        hosts=2, workers=4, flows=60, faults=True, span_s=4.0, kinds=("partition", "kill_daemon"), work=("slow",)
     ),
     "stale_incarnation": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("kill_daemon",)),
     "lost_grant_kept": Plan(hosts=3, workers=4, flows=60, faults=True, span_s=4.0, kinds=("reset",)),
@@ -101,6 +110,8 @@ def test_a_changed_plan_is_part_of_the_command() -> None:
     result = Simulation(1, plan=plan).run()
     assert not result.violations
     assert "--hosts 2 --workers 3 --flows 4 --span 0.5 --no-faults" in replay_command(result)
+    result = Simulation(1, plan=replace(plan, work=("slow", "mail"))).run()
+    assert " --work slow mail" in replay_command(result)
 
 
 def test_without_faults_everything_is_done() -> None:

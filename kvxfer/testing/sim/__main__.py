@@ -17,6 +17,7 @@ from kvxfer.testing.sim.faults import KINDS
 from kvxfer.testing.sim.mutations import MUTATIONS
 from kvxfer.testing.sim.report import failure, one_line, summary
 from kvxfer.testing.sim.run import Plan, Result, Simulation, play
+from kvxfer.testing.sim.work import EVERY
 
 FAILURES_SHOWN = 3
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--span", type=float, help="seconds over which they begin, instead of what the seed says")
     found.add_argument("--faults", action=argparse.BooleanOptionalAction, help="instead of what the seed says")
     found.add_argument("--kinds", nargs="+", choices=KINDS, type=str, help="only these faults")
+    found.add_argument("--work", nargs="+", choices=EVERY, type=str, help="only these flows")
     found.add_argument("--mutation", default="", choices=("", *MUTATIONS), help="with a deliberate bug")
     return found
 
@@ -60,6 +62,7 @@ def plan_of(seed: int, options: argparse.Namespace) -> Plan:
             ("span_s", options.span),
             ("faults", options.faults),
             ("kinds", options.kinds and tuple(options.kinds)),
+            ("work", options.work and tuple(options.work)),
         )
         if value is not None
     }

@@ -22,6 +22,7 @@ def replay_command(result: Result) -> str:
         faults = "--faults" if plan.faults else "--no-faults"
         extra = f" --hosts {plan.hosts} --workers {plan.workers} --flows {plan.flows} --span {plan.span_s:g} {faults}"
         extra += f" --kinds {' '.join(plan.kinds)}" if plan.kinds else ""
+        extra += f" --work {' '.join(plan.work)}" if plan.work else ""
     mutation = f" --mutation {result.mutation}" if result.mutation else ""
     return f"{COMMAND} --seed {result.seed}{extra}{mutation} --trace"
 

@@ -40,6 +40,7 @@ class Plan:
     faults: bool
     span_s: float
     kinds: tuple[str, ...] = ()  # of faults; empty: the seed decides
+    work: tuple[str, ...] = ()  # kinds of flows; empty: all of them
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -91,7 +92,7 @@ class Simulation:
         self.mutation = mutation
         self.plan = plan or Plan.of(seed)
         self.world = World(seed, show=show, speeches=speeches, **options)
-        self.work = Work(self.world, trouble=self.plan.faults)
+        self.work = Work(self.world, trouble=self.plan.faults, kinds=self.plan.work)
         self.faults: Faults | None = None
         self.configs: dict[str, Config] = {}
 

@@ -51,6 +51,7 @@ WIDTH = 8  # bytes of one token in one part of one layer
 TIMEOUT_S = 4.0
 SLACK_S = 8.0  # beside a flow's own deadline: a daemon to wait for, a cancelled part to settle, both with their limits
 KINDS = ("push", "push", "push", "pull", "pull", "land", "put", "mail")
+EVERY = (*sorted(set(KINDS)), "slow")  # what is there besides is played when a plan names it
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -140,10 +141,11 @@ async def equip(worker: Worker, client: Client) -> None:
 
 
 class Work:
-    """Starts flows and judges them. ``trouble``: users cancel, fail and compete."""
+    """Starts flows and judges them. ``trouble``: users cancel, fail and compete; ``kinds``: only such flows."""
 
-    def __init__(self, world: World, *, trouble: bool) -> None:
+    def __init__(self, world: World, *, trouble: bool, kinds: tuple[str, ...] = ()) -> None:
         self.world = world
+        self.kinds = kinds or KINDS
         self.trouble = trouble
         self.rng = Random(f"work {world.seed}")
         self.flows: list[Flow] = []
@@ -158,7 +160,7 @@ class Work:
         if len(ready) < 2:
             return None
         rng = self.rng
-        flow = Flow(len(self.flows) + 1, rng.choice(KINDS))
+        flow = Flow(len(self.flows) + 1, rng.choice(self.kinds))
         self.flows.append(flow)
         near, far = rng.sample(ready, 2)
         tokens = rng.randrange(1, 4 * GEOMETRY.block_tokens)
@@ -360,7 +362,9 @@ class Work:
                 return True
         return False
 
-    def _prefill(self, far: Worker, tokens: int, index: int, *, land: bool) -> Callable[..., Awaitable[None]]:
+    def _prefill(
+        self, far: Worker, tokens: int, index: int, *, land: bool, slow: bool = False
+    ) -> Callable[..., Awaitable[None]]:
         address = (far.host.place,)
 
         async def prefill(worker: Worker, flow: Flow) -> None:
@@ -378,7 +382,7 @@ class Work:
                     for layer in range(GEOMETRY.layers):
                         self._maybe_fail()
                         await tx.layer(layer)
-                        if self.rng.random() < 0.15:
+                        if slow or self.rng.random() < 0.15:
                             await asyncio.sleep(self.rng.random() * 1.5)  # the next layer is computed
             finally:
                 self._give(worker, table)
@@ -401,6 +405,12 @@ class Work:
 
         self._part(flow, "prefill0", near, self._prefill(far, tokens, 0, land=True), TIMEOUT_S)
         self._part(flow, "adopt", far, adopt, TIMEOUT_S)
+
+    def _begin_slow(self, flow: Flow, near: Worker, far: Worker, tokens: int, ready: list[Worker]) -> None:
+        """Layers that are computed while they are pushed into a landing: what happens meanwhile happens to a claim, and
+        no data path of a worker finds that out. Nobody adopts it, so the pool may become full: with trouble only.
+        """
+        self._part(flow, "prefill0", near, self._prefill(far, tokens, 0, land=True, slow=True), TIMEOUT_S)
 
     # -- publish and pull ------------------------------------------------------------------------------------
 

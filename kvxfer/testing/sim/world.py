@@ -189,7 +189,7 @@ class World:
         self.settled: dict[tuple[str, int], str] = {}  # claims that a worker said are over, and which one
         self.versions = Versions(self, speeches)
         self.grants = Grants(self)
-        self.lease_s = Random(f"lease {seed}").choice(LEASES_S)
+        self.lease_s: float = options.get("lease_s", Random(f"lease {seed}").choice(LEASES_S))
         self._clocks = Random(f"clocks {seed}")
         self.full_rate = 0.0
         self.calm_since: Callable[[], float | None] = lambda: 0.0
