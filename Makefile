@@ -117,7 +117,7 @@ test-asyncio test-debug test-uvloop: build $(VENV)/.dev
 
 SEEDS ?= 1000
 sim: build ## play SEEDS new seeds of simulated clusters, and all that ever failed (ARGS="--help" lists the options)
-	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --jobs $$(nproc) --file tests/sim/seeds.txt $(ARGS)
+	@$(PY) -m tests.support.sim --seeds $(SEEDS) --jobs $$(nproc) --file tests/sim/seeds.txt $(ARGS)
 
 cases: build $(VENV)/.dev ## the case book: what users of such systems met (ARGS="-k c08" chooses)
 	@KVXFER_TEST_LOOP=asyncio $(PYTEST) -q --durations=8 tests/cases $(ARGS)
@@ -127,7 +127,7 @@ cases-full: build $(VENV)/.dev ## the same with the long versions, at their full
 
 soak: MINUTES ?= 30
 soak: build ## mixed traffic with faults for MINUTES at full speed; fails when anything grows (ARGS="--seed N" replays)
-	@$(PY) -m kvxfer.testing.soak --minutes $(MINUTES) $(ARGS)
+	@$(PY) -m tests.support.soak --minutes $(MINUTES) $(ARGS)
 
 fuzz: MINUTES ?= 5
 fuzz: build $(VENV)/.dev ## coverage-guided fuzzing for MINUTES (needs clang and its libFuzzer; ARGS="--keep" updates the corpora)

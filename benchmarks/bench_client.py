@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import kvxfer
-from kvxfer.testing.processes import daemon, python_process
+from examples.child_processes import daemon, python_process
 
 BLOCK_BYTES = 4096
 PUTS = 3000

@@ -28,10 +28,10 @@ for _place in (HERE.parent, HERE):  # a checkout needs no installation
     if str(_place) not in sys.path:
         sys.path.insert(0, str(_place))
 
+from examples.child_processes import Process, daemon, python_process  # noqa: E402
+from examples.remote_worker import Remote, WorkerFailed  # noqa: E402
 from kvxfer.config.paths import make_scratch_dir  # noqa: E402
 from kvxfer.errors import ConfigError, KvxferError  # noqa: E402
-from kvxfer.testing.processes import Process, daemon, python_process  # noqa: E402
-from kvxfer.testing.worker import Remote, WorkerFailed  # noqa: E402
 
 # Two BLAS threads on two cores wait for each other in busy loops, and a sum must not depend on how many there are.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -19,9 +19,9 @@ import numpy as np
 from tiny_model import Floats, PagedCache, TinyModel, tokenize
 
 import kvxfer
+from examples.remote_worker import serve
 from kvxfer.config import load
 from kvxfer.native.ascend import AscendFacts, probe
-from kvxfer.testing.worker import serve
 
 CHANNEL = "demo"
 SEED = 7

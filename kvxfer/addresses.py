@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvxfer.descriptors import CANDIDATES_MAX
 from kvxfer.errors import UsageError
 
 ADDRESS_CHARS_MAX = 255
@@ -152,3 +154,15 @@ def _name_or_ipv4(text: str, whole: str) -> str:
         except ValueError as wrong:
             raise _bad(whole, "not an IPv4 address") from wrong
     return text.lower()
+
+
+def as_node(node: str | Sequence[str]) -> tuple[str, ...]:
+    """Candidate addresses as a tuple; () means this node. A mistyped address is refused here, before anything is
+    sent.
+    """
+    candidates = (node,) if isinstance(node, str) else tuple(node)
+    if len(candidates) > CANDIDATES_MAX:
+        raise UsageError("too many candidate addresses", field="node", value=len(candidates), limit=CANDIDATES_MAX)
+    for text in candidates:
+        parse_address(text)
+    return candidates

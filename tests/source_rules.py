@@ -349,6 +349,11 @@ def mirrored(test: str, sources: set[str], exempt: Iterable[str]) -> list[str]:
         begin = name.partition("_")[0]  # native/test_tcp_hostile.py is about a transport that fills several files
         candidates = [f"kvxfer/{stem}", f"kvxfer/{stem[:-3]}/__init__.py"]
         candidates += [f"kvxfer/{folder}/__init__.py"] if name == "init" else []
+        # test_admission_line.py is about one topic of admission.py.
+        words = name.split("_")
+        candidates += [
+            f"kvxfer/{folder}/{'_'.join(words[:count])}.py".replace("//", "/") for count in range(1, len(words))
+        ]
         # C files lie in folders of their own: native/ring.c is native/core/ring.c.
         files = {f"{name}.c", f"transport_{begin}.c"}
         candidates += [

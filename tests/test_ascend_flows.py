@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 
 import kvxfer
+from examples.child_processes import python_process
+from examples.remote_worker import Remote, serve
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.geometry import CacheLayout, LayerPlacement
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import contiguous_layout
-from kvxfer.testing.nodes import make_cache, read_tokens, scattered, small_geometry
-from kvxfer.testing.processes import python_process
-from kvxfer.testing.worker import Remote, serve
 from tests.native.ascend_sim.simulation import Simulation
 from tests.native.simulated import simulated
 from tests.nodes import until
+from tests.support.nodes import make_cache, read_tokens, scattered, small_geometry
 
 pytestmark = pytest.mark.once
 

@@ -22,8 +22,8 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.testing.nodes import two_nodes
 from tests.nodes import node
+from tests.support.nodes import two_nodes
 
 TRANSPORTS = ["shm", "tcp"]
 

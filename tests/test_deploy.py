@@ -20,9 +20,9 @@ from kvxfer import errors
 from kvxfer.addresses import parse_address
 from kvxfer.config import CONFIG_OPTIONS, Config, load
 from kvxfer.config.paths import SOCKET_NAME
-from kvxfer.daemon import confirming, landing
-from kvxfer.doctor.probe_ascend import CONTROL_FILES, HCCN_CONF
-from kvxfer.net import queues
+from kvxfer.daemon import landing, settling
+from kvxfer.doctor.ascend import CONTROL_FILES, HCCN_CONF
+from kvxfer.net import link
 from kvxfer.server import Server
 from tests.system import needs
 from tools import example_config
@@ -414,8 +414,8 @@ def mebibytes(text: str) -> int:
 
 def held_bytes(config: Config) -> int:
     """What a daemon holds when everything that it bounds is full."""
-    unfinished = max(queues.UNFINISHED_BYTES_MAX, queues.NODE_QUEUES * config.frame_control_bytes_max)
-    constant = landing.BODIES_BYTES_MAX + confirming.QUESTIONS_BYTES_MAX + unfinished
+    unfinished = max(link.UNFINISHED_BYTES_MAX, link.NODE_QUEUES * config.frame_control_bytes_max)
+    constant = landing.BODIES_BYTES_MAX + settling.QUESTIONS_BYTES_MAX + unfinished
     return sum(int(getattr(config, name)) for name in HELD) + constant + PROCESS_BYTES
 
 

@@ -24,104 +24,49 @@ LAYERS = (
     Layer(
         name="facts",
         modules=(
-            *("errors", "descriptors", "net.keys"),
+            *("errors", "descriptors", "addresses"),
             *("net", "daemon", "memory", "dataplane", "flows"),  # the packages themselves: a docstring each
         ),
         pure=True,
     ),
     Layer(
         name="limits",
-        modules=(
-            "addresses",
-            "logs",
-            "config",
-            "config.*",
-            "net.tls",
-            "net.credentials",
-            "net.forks",
-            "daemon.identity",
-            "memory.numa",
-            "tasks",
-        ),
+        modules=("logs", "config", "config.*", "net.tls", "net.credentials", "net.forks", "memory.numa", "tasks"),
     ),
     Layer(
         name="decisions",
         modules=(
-            *(
-                "geometry",
-                "coverage",
-                "planner",
-                "block_parts",
-                "wire",
-                "wire.*",
-                "rendezvous",
-                "rendezvous.*",
-                "daemon.allow",
-                "net.queues",
-            ),
-            *("memory.footprint", "memory.reservations", "memory.placement"),
-            *("dataplane.admission", "dataplane.line", "dataplane.early"),
-            *("doctor.facts", "doctor.finding", "doctor.hccn", "doctor.report"),
-            *("doctor.judge_program", "doctor.judge_host", "doctor.judge_network", "doctor.judge_ascend"),
+            *("geometry", "coverage", "planner", "block_parts", "wire", "wire.*", "rendezvous", "rendezvous.*"),
+            *("memory.footprint", "memory.reservations", "dataplane.admission", "doctor.facts"),
         ),
         pure=True,
     ),
     Layer(name="native", modules=("native", "native.*")),
-    Layer(
-        name="control connections",
-        modules=(
-            "deadline",
-            *("net.dial", "net.link", "net.listeners", "net.race", "net.requests", "net.secure"),
-        ),
-    ),
+    Layer(name="control connections", modules=("net.dial", "net.link", "net.listeners")),
     Layer(
         name="memory and transfers",
         modules=(
-            *("memory.allocation", "memory.region", "memory.registering", "memory.sources"),
-            *(
-                f"dataplane.{name}"
-                for name in ("choice", "idle", "mapped", "offered", "owned", "plane", "quiet", "reach", "stall", "ways")
-            ),
-            "dataplane.transfer",
+            *("memory.allocation", "memory.region", "memory.sources"),
+            *(f"dataplane.{name}" for name in ("connections", "exports", "plane", "quiet", "transfer")),
         ),
     ),
-    Layer(
-        name="daemon",
-        modules=(
-            *(
-                f"daemon.{name}"
-                for name in (
-                    *("acceptor", "confirming", "dispatch", "events", "forward", "gauges", "http", "newcomers"),
-                    *("landing", "landing_line", "landing_memory"),
-                    *("leftovers", "metrics", "nodes", "pool", "reports", "settling"),
-                )
-            ),
-            "server",
-        ),
-    ),
+    Layer(name="daemon", modules=("daemon.*", "server")),
     Layer(name="client", modules=("client", "flows.*")),
     Layer(name="embedded", modules=("embedded",)),
     Layer(
         name="doctor",
         modules=(
-            *("doctor", "doctor.examine", "doctor.accelerator"),
-            *(f"doctor.probe_{what}" for what in ("program", "host", "network", "ascend", "peers")),
+            "doctor",
+            *(f"doctor.{name}" for name in ("accelerator", "ascend", "host", "network", "program", "report")),
         ),
     ),
     Layer(name="bench", modules=("bench", "bench.*")),
     Layer(name="front", modules=("__init__", "__main__", "cli", "cli.*", "integrations", "integrations.*")),
-    Layer(name="testing", modules=("testing", "testing.*")),
 )
-SHIM_IMPORTERS = {
-    f"kvxfer.native.{name}" for name in ("life", "memory", "connections", "notes", "engine", "status", "ascend")
-}
+SHIM_IMPORTERS = {f"kvxfer.native.{name}" for name in ("engine", "status", "ascend")}
 # Who may start a task outside a TaskGroup. Besides the one owner: calls whose work is shielded, so that it outlives a
 # cancelled caller, ends by its own deadline and is then cleaned up by a callback.
-TASK_OWNERS = {
-    "kvxfer.tasks",
-    *(f"kvxfer.flows.{name}" for name in ("control", "publish", "push")),
-    "kvxfer.testing.processes",
-}
+TASK_OWNERS = {"kvxfer.tasks", *(f"kvxfer.flows.{name}" for name in ("control", "publish", "push"))}
 
 # Test files that stand for more than one module, or for something that is not one.
 TESTS_OF_MORE = (
@@ -133,6 +78,7 @@ TESTS_OF_MORE = (
         "adversity/",
         "cases/",
         "fuzz/",
+        "support/",
         "sim/",
         "native/sanitize/",
         "native/fuzz/",

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and print; see `EPILOG` for the exit status."""
-    from kvxfer.flows.peer import as_node
+    from kvxfer.addresses import as_node
 
     if not 0 < args.timeout <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout must be a number of seconds up to {TIMEOUT_S_MAX}", value=args.timeout)
@@ -55,9 +55,8 @@ def examine(loaded: Loaded, args: argparse.Namespace) -> int:
     """With a configuration that makes sense."""
     import asyncio
 
-    from kvxfer.doctor.examine import gather, judge
-    from kvxfer.doctor.finding import State, worst
-    from kvxfer.doctor.report import as_json, as_text
+    from kvxfer.doctor.facts import State, worst
+    from kvxfer.doctor.report import as_json, as_text, gather, judge
 
     if sys.stderr.isatty():
         print("looking ...", end="\r", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvxfer.config.sources import read_secret_file
 from kvxfer.errors import UsageError
-from kvxfer.net.keys import GENERATIONS_MAX, PEERS_MAX, NodeKeys, node_named
+from kvxfer.net.credentials import GENERATIONS_MAX, PEERS_MAX, NodeKeys, node_named
 
 EPILOG = """The root is a file like that of `secret_file`: 16 random bytes or more in a line, best on no node. For
 a new root, put it in as the first line above the old one and distribute what this writes; then take the old line out

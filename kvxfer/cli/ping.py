@@ -22,23 +22,21 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvxfer.addresses import parse_address
+from kvxfer.addresses import as_node, parse_address
 from kvxfer.cli.mtu import about_mtu, path_mtu
 from kvxfer.client import Client
 from kvxfer.config import TRANSPORTS as KNOWN
 from kvxfer.config import Config, Loaded, load
 from kvxfer.config.options import nearest
-from kvxfer.dataplane.choice import moved
+from kvxfer.dataplane.connections import moved
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.doctor.finding import State
-from kvxfer.doctor.judge_network import judge_toolkits
-from kvxfer.doctor.probe_peers import ask_status
+from kvxfer.doctor.facts import State
+from kvxfer.doctor.network import ask_status, judge_toolkits
 from kvxfer.embedded import local
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
-from kvxfer.flows.peer import as_node
-from kvxfer.native.facts import MemoryKind, TransportInfo
 from kvxfer.native.installed import installed
 from kvxfer.native.transports import names_of
+from kvxfer.native.types import MemoryKind, TransportInfo
 
 # What a daemon shares, by the kind of memory that it is in.
 PING_REGIONS = {MemoryKind.DRAM: "kvxfer.ping", MemoryKind.HBM: "kvxfer.ping.device"}

@@ -3,7 +3,6 @@
 `from kvxfer.config import Config, load` is the way in. A new option is a field of `Config` in `settings`.
 """
 
-from kvxfer.config.loading import Loaded, load
 from kvxfer.config.settings import (
     CHANNEL_CHARS_MAX,
     CLAIM_NUMBER_MAX,
@@ -18,6 +17,8 @@ from kvxfer.config.settings import (
     SOCKET_DIR_CHARS_MAX,
     TRANSPORTS,
     Config,
+    Loaded,
+    load,
 )
 
 __all__ = [

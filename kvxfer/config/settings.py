@@ -9,13 +9,22 @@ sides of a connection must agree on are not options; they stand here as constant
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvxfer.addresses import Address, is_loopback, is_numeric, is_wildcard, parse_address
 from kvxfer.config.options import TEXT_CHARS_MAX, Option, format_size
-from kvxfer.config.sources import SECRET_BYTES_MAX, SECRET_BYTES_MIN, known, read_secret_file
+from kvxfer.config.sources import (
+    SECRET_BYTES_MAX,
+    SECRET_BYTES_MIN,
+    known,
+    read_environment,
+    read_file,
+    read_flags,
+    read_secret_file,
+)
 from kvxfer.errors import ConfigError
 
 # Limits of the protocol itself: the same on every node.
@@ -518,3 +527,47 @@ def _advertised(key: str, configured: tuple[str, ...], bound: Address) -> tuple[
         why = f"{bound} accepts on every interface, so peers must be told which address to dial"
         raise ConfigError(why, key=key, value="", hint=f"set {key} to an address of this host that peers can reach")
     return tuple(Address(item.host, item.port or bound.port) for item in wanted) or (bound,)
+
+
+# -- putting a `Config` together from its sources, and remembering which value came from where -------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A configuration and where each value came from: "default", "file PATH", "environment KEY" or "flag --KEY"."""
+
+    config: Config
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Loaded:
+    """Read the configuration: flags over environment over file over defaults.
+
+    `path` falls back to $KVXFER_CONFIG, `env` to the process's environment; flags that are None were not given.
+    Raises `ConfigError` for whatever is unknown or wrong; an unknown KVXFER_* variable is a warning only, since it may
+    belong to another version.
+    """
+    env = os.environ if env is None else env
+    path = path or env.get("KVXFER_CONFIG") or None
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(BY_NAME, "default")
+    layers = [] if path is None else [(f"file {os.fspath(path)}", read_file(path))]
+    from_env, warnings = read_environment(env, BY_NAME)
+    for source, raw in [*layers, *from_env, *read_flags(flags or {}, BY_NAME)]:
+        for name, value in raw.items():
+            values[name] = known(name, source, BY_NAME).parse(value, source)
+            origins[name] = source
+    try:
+        config = Config(**values)
+        if config.secret_file:
+            config.read_secrets()
+    except ConfigError as wrong:
+        keys = str(wrong.fields.get("keys") or wrong.fields.get("key")).split(",")
+        wrong.fields["source"] = "; ".join(f"{key}: {origins.get(key, 'default')}" for key in keys)
+        raise
+    return Loaded(config=config, origins=origins, warnings=warnings)

@@ -25,8 +25,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.logs import logger
-from kvxfer.net.link import Link
-from kvxfer.net.queues import Queues
+from kvxfer.net.link import Link, Queues
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.wire import boxes, claims

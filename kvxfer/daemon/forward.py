@@ -17,11 +17,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from kvxfer.config import Config
-from kvxfer.daemon.confirming import Confirmations
 from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.daemon.pool import Pool
-from kvxfer.daemon.settling import Settlements
-from kvxfer.deadline import ANSWER, Deadline
+from kvxfer.daemon.settling import Confirmations, Settlements
 from kvxfer.descriptors import ENDPOINT_CHARS_MAX
 from kvxfer.errors import (
     NOT_TOLD,
@@ -36,7 +34,7 @@ from kvxfer.net.link import Link, waits
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import ClaimKey, too_many
 from kvxfer.rendezvous.shares import Shares
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import ANSWER, Deadline, TaskOwner
 from kvxfer.wire import boxes
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message

@@ -8,45 +8,381 @@ a `landing` that a local worker adopts without a copy. Whatever ends either post
 lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
 landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
 is `BusyError` at once, or after the time that the asker wants to stand in line (`landing_line.py`). Where the memory is
-(`landing_memory.py`): host memory, or the least loaded of some cards.
+(`LandingPool` below): host memory, or the least loaded of some cards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import heapq
+import os
+import resource
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from itertools import islice
+from typing import Any, NoReturn
 
 import msgpack
+import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.daemon.dispatch import Dispatcher
-from kvxfer.daemon.landing_line import Line, Room
-from kvxfer.daemon.landing_memory import Pieces, full, least_loaded_part, parts_of, rounded
 from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, RemoteDescriptor
 from kvxfer.errors import (
+    BusyError,
     ClosedError,
+    ConfigError,
     KvxferError,
     LeaseExpired,
     PeerDraining,
     PeerLost,
     RegistrationError,
     TooLarge,
+    TooManyPending,
     TransferCancelled,
+    TransportUnavailable,
     UsageError,
     ended_by_other,
 )
 from kvxfer.logs import logger
-from kvxfer.native.engine import Event, EventKind, RegionInfo
+from kvxfer.memory.allocation import Held, least_held
+from kvxfer.native.engine import Engine, Event, EventKind, RegionInfo
+from kvxfer.native.types import MemoryKind
 from kvxfer.net.link import Link
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import too_many
 from kvxfer.rendezvous.shares import Shares, is_greedy
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import Deadline, TaskOwner, in_thread
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
+
+# -- what the landing pool is made of: parts of fixed capacity, one in host memory or one on each of some cards --------
+# The idea: a part hands out pieces, which are regions of the daemon's engine. A piece that comes back is zeroed and
+# kept for the next landing; what is kept goes when another size needs the room. Which part takes a landing is a
+# decision over numbers: the least loaded one that has room, where landings that are being written, wait or are
+# adopted all count, and so do those whose memory is not quiet yet.
+
+
+PAGE_BYTES, LARGE_BYTES = 4 << 10, 2 << 20  # sizes are rounded up, so that memory can be used again
+PREWARM_BYTES = 64 << 20  # prewarmed memory comes in pieces of this size
+PIECES_MAX = 1024  # each of host memory is a descriptor of this process, of which links need some as well
+WASTE_FACTOR = 4  # a kept piece may be this much larger than what it is used for
+ZEROS = bytes(4 << 20)  # a card's memory is cleared from here
+
+
+@dataclass(slots=True, eq=False)
+class Pieces:
+    """One part of the pool: at most ``bytes_max``, kept pieces included. ``device`` None: host memory."""
+
+    engine: Engine
+    bytes_max: int
+    pieces_max: int
+    device: int | None = None
+    kept: list[RegionInfo] = field(default_factory=list)  # free for the next landing, smallest first
+    count: int = 0  # of pieces: kept ones, those in use, and those that are being allocated
+    used_bytes: int = 0
+    kept_bytes: int = 0
+
+    def fits(self, size: int) -> bool:
+        """There is room for one more, perhaps where something is kept."""
+        return self.used_bytes + size <= self.bytes_max and self.count - len(self.kept) < self.pieces_max
+
+    def take(self, size: int) -> RegionInfo | None:
+        """A kept piece, or None when one of this size may be allocated now; either counts as used from here on.
+        Only what `fits`.
+        """
+        fitting = [region for region in self.kept if region.length >= size]
+        if fitting and fitting[0].length <= size * WASTE_FACTOR:
+            self.kept.remove(fitting[0])
+            self.kept_bytes -= fitting[0].length
+            self.used_bytes += fitting[0].length
+            return fitting[0]
+        while self.count >= self.pieces_max or self.used_bytes + self.kept_bytes + size > self.bytes_max:
+            self._drop(self.kept[0])
+        self.count += 1
+        self.used_bytes += size
+        return None
+
+    async def allocate(self, size: int) -> RegionInfo:
+        """What `take` allowed. Errors give the room back."""
+        try:
+            return await in_thread(self._fresh, size)
+        except KvxferError:
+            self.count -= 1
+            self.used_bytes -= size
+            raise
+
+    async def prewarm(self, wanted_bytes: int) -> None:
+        """Have so much ready, used bytes included. Errors of an allocation are raised."""
+        while self.kept_bytes + self.used_bytes < wanted_bytes:
+            size = min(PREWARM_BYTES, rounded(wanted_bytes - self.kept_bytes - self.used_bytes))
+            if self.kept_bytes + self.used_bytes + size > self.bytes_max:
+                return
+            self.count += 1
+            self.used_bytes += size  # nobody else may take the room meanwhile
+            self.keep(await self.allocate(size), size)
+
+    async def clear(self, region: RegionInfo, written: int) -> None:
+        """Zero what a landing may have written; runs off the loop."""
+        # A mapping of the memory ends at a page, and so may what was written through it.
+        length = min(region.length, rounded(written))
+        if region.on_device:
+            await in_thread(_clear_device, self.engine, region, length)
+        else:
+            await in_thread(_clear, self.engine.buffer(region)[:length])
+
+    def keep(self, region: RegionInfo, size: int) -> None:
+        """A piece that counted as ``size`` used bytes is free."""
+        self.used_bytes -= size
+        self.kept_bytes += region.length
+        self.kept.append(region)
+        self.kept.sort(key=lambda kept: kept.length)
+
+    def _drop(self, region: RegionInfo) -> None:
+        self.kept.remove(region)
+        self.count -= 1
+        self.kept_bytes -= region.length
+        self.engine.release(region.id)
+
+    def _fresh(self, size: int) -> RegionInfo:
+        """In a thread. A driver gives memory with whatever was in it."""
+        if self.device is None:
+            return self.engine.alloc(size)
+        region = self.engine.alloc(size, kind=MemoryKind.HBM, device=self.device)
+        _clear_device(self.engine, region, size)
+        return region
+
+
+def parts_of(engine: Engine, config: Config) -> tuple[Pieces, ...]:
+    """The parts that the configuration asks for. Raises `ConfigError` when this node cannot have them."""
+    if config.landing_memory == "hbm":
+        pieces = partial(Pieces, engine, config.landing_bytes_max, PIECES_MAX)
+        return tuple(pieces(device=device) for device in _devices(engine, config))
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.landing_prewarm_bytes > host_bytes:
+        raise ConfigError(
+            "more memory is to be touched at the start than this host has",
+            key="landing_prewarm_bytes",
+            value=config.landing_prewarm_bytes,
+            accepted=f"at most {host_bytes}",
+        )
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (Pieces(engine, config.landing_bytes_max, max(1, min(PIECES_MAX, descriptors // 4))),)
+
+
+def least_loaded_part(parts: Sequence[Pieces], size: int) -> Pieces:
+    """Where a landing of this size goes. Raises `BusyError` when no part has room."""
+    held = [Held(part=number, bytes=part.used_bytes, fits=part.fits(size)) for number, part in enumerate(parts)]
+    number = least_held(held)
+    if number is None:
+        raise full(parts, size)
+    return parts[number]
+
+
+def full(parts: Sequence[Pieces], size: int, waiting: int = 0) -> BusyError:
+    """No part has room, or others have waited for it before."""
+    return BusyError(
+        "the landing pool is full",
+        bytes=size,
+        used_bytes=sum(part.used_bytes for part in parts),
+        limit=sum(part.bytes_max for part in parts),
+        waiting=waiting,
+        option="landing_bytes_max",
+        hint="wait for room (wait_s), try again when a landing was adopted, or raise landing_bytes_max there",
+    )
+
+
+def rounded(length: int) -> int:
+    """The size of a piece for a landing."""
+    step = PAGE_BYTES if length <= LARGE_BYTES else LARGE_BYTES
+    return -(-length // step) * step
+
+
+def _devices(engine: Engine, config: Config) -> tuple[int, ...]:
+    try:
+        known = tuple(range(engine.device_count()))
+    except TransportUnavailable as error:
+        why = f"there is no accelerator for landings: {error.message}"
+        raise ConfigError(why, key="landing_memory", value=config.landing_memory) from error
+    wanted = tuple(dict.fromkeys(map(int, config.landing_devices))) or known
+    if not set(wanted) <= set(known):
+        raise ConfigError(
+            "there is no such accelerator",
+            key="landing_devices",
+            value=", ".join(config.landing_devices),
+            accepted=", ".join(map(str, known)),
+        )
+    return wanted
+
+
+def _clear(memory: memoryview) -> None:
+    """In a thread; lets go of the memory when the engine closes meanwhile (it stays mapped)."""
+    np.frombuffer(memory, dtype=np.uint8).fill(0)
+
+
+def _clear_device(engine: Engine, region: RegionInfo, length: int) -> None:
+    for offset in range(0, length, len(ZEROS)):
+        engine.write(region.id, offset, memoryview(ZEROS)[: min(len(ZEROS), length - offset)])
+
+
+# -- those who wait for room in the landing pool: a queue for each node, served in order of arrival
+# The idea: small ones may go before a large one for which there is no room yet, so that it does not hold up a pool
+# that is nearly free, but only so often: then it is its turn, and nobody is passed over for ever. Who waits for room
+# within its own node's share holds up nobody else. Who waits holds no room, places and the bytes of what was asked
+# are limited (for one node and for all), and each wait has an end: room, its time, the end of whoever asked, or of
+# this node's service.
+
+
+PASSES_MAX = 16  # so many that came later go first
+OF_EACH_MAX, LOOKS_MAX = 4, 256  # of one node's line, and of all lines, so many are looked at for the next turn
+
+
+class Room(enum.Enum):
+    """What there is for one that asks."""
+
+    FITS = "fits"
+    NONE = "none"
+    SHARE = "share"  # its node has its share: no reason to hold up others
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    number: int
+    account: Hashable
+    room: Callable[[], Room]
+    asked: tuple[object, int]
+    looked: asyncio.Future[None]  # resolves when it is worth another look
+    passed: int = 0
+
+
+class Line:
+    """All methods belong to the loop's thread. ``limit`` may wait at a time."""
+
+    def __init__(self, limit: int) -> None:
+        self._places = Shares(limit)
+        self._lines: dict[Hashable, OrderedDict[int, _Waiting]] = {}
+        self._by_request: dict[tuple[object, int], _Waiting] = {}
+        self._last = 0
+        self._error: KvxferError | None = None
+
+    def __len__(self) -> int:
+        return self._places.total
+
+    def others(self, account: Hashable) -> bool:
+        """Somebody of another node waits."""
+        return self._places.others(account)
+
+    async def wait(
+        self,
+        room: Callable[[], Room],
+        *,
+        account: Hashable,
+        asker: object,
+        request: int,
+        gone: asyncio.Future[Any],
+        wait_s: float,
+        then: Callable[[], None],
+    ) -> bool:
+        """Call ``then``, which takes the room, when it is this one's turn; False when it never was.
+
+        Nothing is called, and True returned, when nobody wants it any more. Raises `TooManyPending`, what ``then``
+        raises, and the error of `fail`.
+        """
+        if not self._places.room(account):
+            raise self._full(account)
+        deadline, loop = Deadline.after(wait_s), asyncio.get_running_loop()
+        mine = self._enter(room, account, (asker, request), loop.create_future())
+        try:
+            while (turn := self._turn()) is None or turn[0] is not mine:
+                mine.looked = loop.create_future()
+                await asyncio.wait(
+                    (mine.looked, gone), timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if mine.looked.cancelled() or gone.done():
+                    return True
+                if self._error is not None:
+                    raise self._error
+                if not mine.looked.done():
+                    return False
+            for other in turn[1]:
+                other.passed += 1
+            then()
+            return True
+        finally:
+            self._leave(mine)
+            self.look()
+
+    def pass_all(self) -> bool:
+        """Whether one that does not wait, and fits, may go before all these; it is counted as having done so."""
+        before = [one for one in self._first() if one.room() is not Room.SHARE]
+        if any(one.passed >= PASSES_MAX or one.room() is Room.FITS for one in before):
+            return False
+        for one in before:
+            one.passed += 1
+        return True
+
+    def look(self) -> None:
+        """There may be room for one of them."""
+        turn = self._turn()
+        if turn is not None and not turn[0].looked.done():
+            turn[0].looked.set_result(None)
+
+    def give_up(self, asker: object, request: int) -> None:
+        """Nobody waits for the answer of this request any more."""
+        if (one := self._by_request.get((asker, request))) is not None:
+            one.looked.cancel()
+
+    def fail(self, error: KvxferError) -> None:
+        """Nobody will have a turn from now on."""
+        self._error = error
+        for one in tuple(self._by_request.values()):
+            if not one.looked.done():
+                one.looked.set_result(None)
+
+    def _full(self, account: Hashable) -> TooManyPending:
+        return too_many("wait for room in the landing pool", "waiting_max", self._places, account)
+
+    def _enter(
+        self, room: Callable[[], Room], account: Hashable, asked: tuple[object, int], looked: asyncio.Future[None]
+    ) -> _Waiting:
+        self._last += 1
+        mine = _Waiting(self._last, account, room, asked, looked)
+        self._places.take(account)
+        self._lines.setdefault(account, OrderedDict())[mine.number] = mine
+        self._by_request[asked] = mine
+        return mine
+
+    def _leave(self, mine: _Waiting) -> None:
+        self._places.give(mine.account)
+        line = self._lines[mine.account]
+        del line[mine.number]
+        if not line:
+            del self._lines[mine.account]
+        if self._by_request.get(mine.asked) is mine:
+            del self._by_request[mine.asked]
+
+    def _first(self) -> list[_Waiting]:
+        """Those who came first, of each node and of all."""
+        heads = (one for line in self._lines.values() for one in islice(line.values(), OF_EACH_MAX))
+        return heapq.nsmallest(LOOKS_MAX, heads, key=lambda one: one.number)
+
+    def _turn(self) -> tuple[_Waiting, list[_Waiting]] | None:
+        """Whose turn it is, and whom it passes; None: nobody's."""
+        passed: list[_Waiting] = []
+        for one in self._first():
+            room = one.room()
+            if room is Room.FITS:
+                return one, passed
+            if room is Room.NONE:
+                if one.passed >= PASSES_MAX:
+                    return None
+                passed.append(one)
+        return None
+
 
 BODIES_BYTES_MAX = 32 << 20  # what askers want back with their landings, of all that wait and all that live
 ENTRY_BYTES = 1024  # what one without a body counts for

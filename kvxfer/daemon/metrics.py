@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from kvxfer.errors import BY_CODE
 from kvxfer.logs import logger
-from kvxfer.native.counters import Counters, TransportCounters, read_counters
+from kvxfer.native.types import Counters, TransportCounters, read_counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOTALS = tuple(

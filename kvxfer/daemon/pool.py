@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvxfer.config import Config
-from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
@@ -32,7 +31,7 @@ from kvxfer.logs import logger
 from kvxfer.net.dial import candidates
 from kvxfer.net.link import Link
 from kvxfer.rendezvous.tally import Durations
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import CONNECTING, Deadline, TaskOwner
 
 BREAKER_FAILURES = 3  # in a row, before the breaker opens
 BACKOFF_S_MAX = 5.0  # an open breaker lets one attempt through at least this often

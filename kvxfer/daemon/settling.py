@@ -9,16 +9,24 @@ growing pauses, and at once when the node is heard from. Whatever the node answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvxfer.errors import NOT_TOLD, KvxferError
+from kvxfer.config import Config
+from kvxfer.daemon.dispatch import Dispatcher
+from kvxfer.errors import NOT_TOLD, ClosedError, KvxferError, ProtocolError, TooManyPending
 from kvxfer.logs import logger
+from kvxfer.net.link import Link
+from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
+from kvxfer.rendezvous.shares import Shares
 from kvxfer.tasks import TaskOwner
+from kvxfer.wire import claims
+from kvxfer.wire import messages as m
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 
@@ -124,3 +132,112 @@ class Settlements:
     def _give_up(self, action: SettleElsewhere, why: str) -> None:
         self.given_up += 1
         log.warning("node %s was never told that claim %d ended: %s", action.node_id, action.claim, why)
+
+
+# -- after a lost connection the owner of claims asks the other node which of them it knows ----------------------------
+# The idea: an answer that grants a claim can be lost with its connection, and then the owner alone knows of it.
+# Nobody else would ever end it before its lease. The node that made the claim, still the same process, can say so for
+# certain, once nothing can arrive over the old connection any more: it waits for that end, or makes it. A question
+# may be long, so it is answered in slices, one question at a time; and about claims that were never ours there is
+# nothing to look up: over each connection only so many were asked for.
+
+
+SLICE = 256  # claims that are looked up in one go
+ASKED_MAX = 4096  # connections of which is known how many claims were asked for over them
+QUESTIONS_BYTES_MAX = 8 << 20  # of all questions that wait for their answer; all claims of a node are 1.3 MB
+
+
+class Confirmations:
+    """Both sides of the question. ``settling`` says of which claims the owners will hear from us anyway."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        owner: TaskOwner,
+        config: Config,
+        clock: Callable[[], float],
+        settling: Callable[[ClaimKey], bool],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._owner = owner
+        self._config = config
+        self._clock = clock
+        self._settling = settling
+        self._asked: OrderedDict[str, tuple[str, int]] = OrderedDict()  # by session: the node, and how many claims
+        self._questions = Shares(QUESTIONS_BYTES_MAX)
+        self._one = asyncio.Lock()
+
+    def asks(self, link: Link) -> None:
+        """A claim is asked for over this connection."""
+        _, count = self._asked.pop(link.session, ("", 0))
+        self._asked[link.session] = (link.peer.node_id, count + 1)
+        while len(self._asked) > ASKED_MAX:
+            self._asked.popitem(last=False)
+
+    def ask(self, action: act.Confirm) -> None:
+        """Find out, and end what the other side does not know. An older peer cannot be asked: leases end it."""
+        link = action.link
+        if not isinstance(link, Link) or not link.speaks(m.Confirm):
+            return
+        for some in claims.in_messages(action.claims):
+            with contextlib.suppress(ClosedError):  # this daemon ends, and its postings with it
+                self._owner.spawn(self._ask(link, replace(action, claims=tuple(some))), "confirm claims")
+
+    async def _ask(self, link: Link, action: act.Confirm) -> None:
+        message = m.Confirm(session=action.session, claims=claims.pack(action.claims))
+        try:
+            reply = await link.request(message, timeout=self._config.lease_s)
+            if not isinstance(reply, m.Done):
+                raise ProtocolError("a question about claims was answered with something else")
+            unknown = set(claims.unpack(reply.value)).intersection(action.claims)
+        except KvxferError as failure:  # asked again when the claims change hands the next time
+            log.debug("%s: %d claims are not confirmed: %s", link.name, len(action.claims), failure)
+            return
+        if unknown:
+            log.info("%s does not know %d of %d claims", link.name, len(unknown), len(action.claims))
+        self._dispatcher.run(self._dispatcher.registry.never_arrived(self._clock(), action.session, sorted(unknown)))
+
+    def answer(self, link: Link, message: m.Confirm) -> asyncio.Task[None]:
+        """The task that answers. Raises `ProtocolError` for a question that makes no sense, `TooManyPending`."""
+        count, node_id = claims.count(message.claims), link.peer.node_id
+        if message.session == link.session:
+            raise ProtocolError("the connection that is asked about has not ended: the question came over it")
+        node, asked = self._asked.get(message.session, ("", 0))
+        if count and (node != node_id or count > asked):
+            why = "this node has not asked for so many claims over that connection"
+            raise ProtocolError(why, claims=count, asked=asked if node == node_id else 0)
+        size = len(message.claims)
+        if not self._questions.room(node_id, size):
+            raise TooManyPending("too many questions about claims wait", limit=self._questions.limit, bytes=size)
+        task = self._owner.spawn(self._answer(link, message), "answer about claims")
+        self._questions.take(node_id, size)
+        task.add_done_callback(lambda _: self._questions.give(node_id, size))
+        return task
+
+    async def _answer(self, link: Link, message: m.Confirm) -> None:
+        """What came over the old connection has been handled before this task runs: their wake-ups are older."""
+        node_id, never = link.peer.node_id, bytearray()
+        await self._end_of(message.session, node_id)
+        try:
+            async with self._one:
+                for some in claims.in_slices(message.claims, SLICE):
+                    unknown = self._dispatcher.registry.unknown_to_us(node_id, claims.unpack(some))
+                    never += claims.pack(claim for claim in unknown if not self._settling(claim))
+                    await asyncio.sleep(0)  # others have their turn
+        except ProtocolError as wrong:
+            self._dispatcher.refuse(link, message.rid, wrong)
+            return
+        self._dispatcher.reply(link, m.Done(rid=message.rid, value=bytes(never)))
+
+    async def _end_of(self, session: str, node_id: str) -> None:
+        """The other side has ended this connection; what it sent before may still arrive here, for a moment. Nobody
+        ends a connection of another node by its name.
+        """
+        links = self._dispatcher.links
+        old = [link for link in links if link.session == session and link.peer.node_id == node_id]
+        if not old:
+            return
+        await asyncio.wait([link.closed for link in old], timeout=self._config.dead_s)
+        for link in old:
+            link.abort("the other side has ended it")
+        await asyncio.sleep(0)  # whoever waited for an answer over it hears of its end first

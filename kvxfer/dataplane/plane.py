@@ -17,16 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Obstacle, Permit, rank_of
-from kvxfer.dataplane.choice import Choice
-from kvxfer.dataplane.early import Unexpected
-from kvxfer.dataplane.line import Line
-from kvxfer.dataplane.owned import OwnMemory
-from kvxfer.dataplane.reach import Reach
-from kvxfer.dataplane.stall import StallWatch
-from kvxfer.dataplane.transfer import Transfer
-from kvxfer.dataplane.ways import Import, stale
-from kvxfer.deadline import CONNECTING, NOTIFYING, ROOM, TRANSFERRING
+from kvxfer.dataplane.admission import Admission, Line, Obstacle, Permit, rank_of
+from kvxfer.dataplane.connections import Choice, Import, Reach, stale
+from kvxfer.dataplane.exports import OwnMemory, Unexpected
+from kvxfer.dataplane.transfer import StallWatch, Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,
@@ -42,9 +36,9 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, TransportInfo
-from kvxfer.native.facts import MemoryKind, Priority
 from kvxfer.native.status import Status, error_for
-from kvxfer.tasks import TaskOwner, in_thread
+from kvxfer.native.types import MemoryKind, Priority
+from kvxfer.tasks import CONNECTING, NOTIFYING, ROOM, TRANSFERRING, TaskOwner, in_thread
 
 Segments = npt.NDArray[np.uint64]
 DRAINS_MAX = 256  # in a row; a flood of notifications must not hold the loop

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-from kvxfer.dataplane.ways import Place, Route
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerLost, UnknownRegion
 from kvxfer.logs import logger
 from kvxfer.native.engine import Engine, TransportInfo
 from kvxfer.native.status import Status
 from kvxfer.tasks import TaskOwner, shared
+
+if TYPE_CHECKING:
+    from kvxfer.dataplane.connections import Place, Route
 
 QUIET_S = 5.0  # nothing heard for so long: it is asked
 ANSWER_S = 1.0  # silent for so long: a new connection is made

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from kvxfer.doctor.probe_ascend import CARDS_MAX, MARK
+from kvxfer.doctor.ascend import CARDS_MAX, MARK
 from kvxfer.errors import KvxferError
 
 # What older toolkits do not have; kvxfer works without.

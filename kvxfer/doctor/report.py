@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from kvxfer.doctor.finding import Finding, State, worst
+from kvxfer.config import Loaded
+from kvxfer.doctor.ascend import judge_ascend, probe_ascend
+from kvxfer.doctor.facts import Ascend, Finding, Group, Host, Network, PeerSeen, Program, State, Transport, worst
+from kvxfer.doctor.host import judge_host, probe_host
+from kvxfer.doctor.network import judge_network, judge_peer, probe_network, probe_peers
+from kvxfer.doctor.program import judge_program, judge_transports, probe_program, probe_transports
 
 _MARKS = {State.OK: "ok", State.WARNING: "warning", State.PROBLEM: "PROBLEM", State.NOT_HERE: "not here"}
 _MARK_CHARS = 9
@@ -40,3 +45,59 @@ def as_json(findings: Sequence[Finding], *, simulated: bool) -> str:
     """One object: the worst state, whether an accelerator is simulated, every finding."""
     rows = [{**asdict(finding), "state": finding.state.value} for finding in findings]
     return json.dumps({"state": worst(findings).value, "simulated": simulated, "findings": rows}, indent=2)
+
+
+# -- the whole examination: probes first, then judgements, in the order in which a host is built up --------------------
+
+
+_CONFIG = Group("configuration")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that was seen."""
+
+    program: Program
+    transports: tuple[Transport, ...]
+    host: Host
+    network: Network
+    ascend: Ascend
+    peers: tuple[PeerSeen, ...] = ()
+
+
+async def gather(loaded: Loaded, peers: Sequence[str], timeout_s: float) -> Facts:
+    """Look at everything; takes a second or two, longer where accelerators are."""
+    program = probe_program()
+    return Facts(
+        program=program,
+        transports=() if program.native_error else probe_transports(loaded.config, loaded.origins),
+        host=probe_host(),
+        network=probe_network(loaded.config),
+        ascend=probe_ascend(),
+        peers=await probe_peers(peers, loaded.config, timeout_s) if peers else (),
+    )
+
+
+def judge(facts: Facts, loaded: Loaded) -> Iterator[Finding]:
+    """Every finding, grouped."""
+    config = loaded.config
+    yield from judge_program(facts.program)
+    for warning in loaded.warnings:
+        yield _CONFIG.warning("unknown", warning, "correct the name, or remove it")
+    yield from judge_transports(facts.transports)
+    host = list(judge_host(facts.host, config))
+    yield from sorted(host, key=lambda finding: finding.group != "memory")  # stable: groups stay whole
+    yield from judge_network(facts.network, config)
+    yield from judge_ascend(facts.ascend, config)
+    usable = tuple(transport.name for transport in facts.transports if transport.listed and not transport.error)
+    for peer in facts.peers:
+        yield from judge_peer(peer, facts.program, usable, own_accelerator(facts.ascend), facts.network)
+
+
+def own_accelerator(ascend: Ascend) -> dict[str, object]:
+    """In the form in which daemons tell each other; empty: none."""
+    accelerator = ascend.accelerator
+    if not accelerator.found:
+        return dict(ascend.installed)
+    loaded = {"soc": accelerator.soc, "toolkit": accelerator.toolkit, "simulated": accelerator.simulated}
+    return {**ascend.installed, **loaded, **({"reported": accelerator.reported} if accelerator.reported else {})}

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.dataplane.mapped import DeviceMemory, map_device, map_host
-from kvxfer.dataplane.ways import Import
-from kvxfer.deadline import CONNECTING, Deadline
+from kvxfer.dataplane.connections import Import
+from kvxfer.dataplane.exports import DeviceMemory, map_device, map_host
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     ClosedError,
@@ -26,6 +25,7 @@ from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import from_peer, unpack_map
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.region import Region
+from kvxfer.tasks import CONNECTING, Deadline
 from kvxfer.wire.messages import Claim, PostingEvent
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ import msgpack
 
 from kvxfer.config import Config
 from kvxfer.coverage import Box
-from kvxfer.deadline import ANSWER, CONNECTING, Deadline
+from kvxfer.dataplane.exports import Unexpected
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
+    NOT_TOLD,
     ClosedError,
     ConfigError,
     DaemonUnavailable,
@@ -29,11 +30,53 @@ from kvxfer.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvxfer.flows.untold import Untold
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.tasks import TaskOwner, shared
+from kvxfer.tasks import ANSWER, CONNECTING, Deadline, TaskOwner, shared
 from kvxfer.wire import messages as m
 from kvxfer.wire.boxes import pack, unpack
+from kvxfer.wire.codec import Message
+from kvxfer.wire.faults import exception_of
+from kvxfer.wire.messages import DETAILS_MAX, Report
+
+# -- settlements that the daemon has not confirmed: what is said again to the next one ---------------------------------
+# The idea: a daemon that was told how a claim ended may end itself before it could pass that on to another node, and
+# a worker cannot know. So the worker remembers what it said until the owner's node is known to have heard it. Saying
+# it twice does no harm. What can never be confirmed is forgotten when no lease can be left that it is about.
+
+
+class Untold:
+    """At most ``limit`` settlements, each for ``keep_s`` seconds of ``clock``; the oldest make room."""
+
+    def __init__(self, clock: Callable[[], float], *, limit: int, keep_s: float) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._keep_s = keep_s
+        self._said: OrderedDict[int, tuple[m.Settle, float]] = OrderedDict()  # by the number of the request
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def said(self, number: int, message: m.Settle) -> None:
+        """Sent to the daemon as this request, and not answered yet."""
+        now = self._clock()
+        self._said[number] = (message, now + self._keep_s)
+        while len(self._said) > self._limit or next(iter(self._said.values()))[1] < now:
+            self._said.popitem(last=False)
+
+    def answered(self, reply: Message) -> None:
+        """The daemon's first answer, or a later one. When it could not reach the owner it keeps the settlement, and
+        answers once more when it has; anything else is the owner's word."""
+        if isinstance(reply, m.Error) and isinstance(exception_of(reply), NOT_TOLD):
+            return
+        self._said.pop(getattr(reply, "rid", 0), None)
+
+    def take(self, room: int) -> list[m.Settle]:
+        """There is a new daemon: the latest of them, at most ``room``, in order. None are left here."""
+        now = self._clock()
+        left = [message for message, until in self._said.values() if until >= now]
+        self._said.clear()
+        return left[-room:] if room else []
+
 
 EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
 UNSENT_MAX = 4096
@@ -566,3 +609,70 @@ def _tell(callback: Callable[[E], None], event: E) -> None:
 
 def _nobody() -> None:
     """Nobody asked to hear of a new identity."""
+
+
+# -- what a worker says of itself to its daemon, for readiness and metrics: one message, sent when it has changed ------
+# The idea: the daemon is what operators look at, and some things only a worker knows. A report is the whole state, so
+# a lost one does no harm, and many changes in a short time are one.
+
+
+REPORT_S = 0.25  # changes that follow each other so quickly are told together
+
+
+class Reporter:
+    """The state, and when to tell it. ``registration_failed`` says why memory could not be registered."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._control: Control | None = None
+        self._unexpected = Unexpected()
+        self._told = Report()
+        self._timer: asyncio.TimerHandle | None = None
+        self.registration_failed = ""
+
+    def start(self, control: Control, unexpected: Unexpected) -> None:
+        """From now on everything is told to this daemon, and to the next one in its place."""
+        self._control, self._unexpected = control, unexpected
+        unexpected.on_add = self._changed
+        control.on_restored = self._restored
+        self._changed()
+
+    def stop(self) -> None:
+        """There is nobody to tell any more."""
+        self._control = None
+        self._unexpected.on_add = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def not_registered(self, why: KvxferError) -> None:
+        """`Client.register_many` failed."""
+        self.registration_failed = f"memory could not be registered: {why}"
+        self._changed()
+
+    def registered(self) -> None:
+        """It went well."""
+        self.registration_failed = ""
+        self._changed()
+
+    def _restored(self) -> None:
+        self._told = Report()
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._timer is None and self._control is not None:
+            self._timer = asyncio.get_running_loop().call_later(REPORT_S, self._tell)
+
+    def _tell(self) -> None:
+        self._timer = None
+        report = self._now()
+        if report != self._told and self._control is not None and self._control.say(report):
+            self._told = report
+
+    def _now(self) -> Report:
+        counts = self._unexpected.counts.most_common(DETAILS_MAX)
+        return Report(
+            unready=self.registration_failed,
+            ignore_fingerprint=self._config.ignore_fingerprint,
+            unexpected={f"{kind} {reason}": number for (kind, reason), number in counts},
+        )

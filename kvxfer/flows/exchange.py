@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 
 from kvxfer.coverage import Box
-from kvxfer.deadline import CONNECTING, Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
@@ -25,7 +24,7 @@ from kvxfer.logs import logger
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import MemoryKind, OpKind
 from kvxfer.planner import Plan, plan
-from kvxfer.tasks import in_thread
+from kvxfer.tasks import CONNECTING, Deadline, in_thread
 
 if TYPE_CHECKING:
     from kvxfer.dataplane.plane import DataPlane

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvxfer.dataplane.transfer import CANCELLED, DONE, FAILED, RUNNING, TIMED_OUT, Transfer
-from kvxfer.deadline import Deadline
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError, PartialTransfer, TooLarge, TransferCancelled, TransferTimeout, UsageError
 from kvxfer.memory.region import Region, Span
+from kvxfer.tasks import Deadline
 
 PARTIAL = "partial"
 MOVES_MAX = 1 << 20

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.coverage import box_of
-from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     ClosedError,
@@ -36,6 +35,7 @@ from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.memory.reservations import Reservation
 from kvxfer.native.engine import Event, EventKind
+from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline
 from kvxfer.wire import boxes, tags
 from kvxfer.wire.messages import PostingEvent
 

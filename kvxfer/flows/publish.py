@@ -10,7 +10,6 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.deadline import OTHER_SIDE, Deadline, seconds
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     KvxferError,
@@ -24,6 +23,7 @@ from kvxfer.flows.exchange import Posting
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import Event, EventKind
+from kvxfer.tasks import OTHER_SIDE, Deadline, seconds
 from kvxfer.wire import tags
 from kvxfer.wire.messages import PostingEvent
 

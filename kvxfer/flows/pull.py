@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.coverage import Box, box_of, describe, join
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer, settle_within
-from kvxfer.deadline import NOTIFYING, TRANSFERRING, Deadline
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     BusyError,
@@ -41,6 +40,7 @@ from kvxfer.geometry import BlockTable, check_same_model
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan
+from kvxfer.tasks import NOTIFYING, TRANSFERRING, Deadline
 from kvxfer.wire import tags
 from kvxfer.wire.messages import PostingEvent
 

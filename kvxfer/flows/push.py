@@ -19,7 +19,6 @@ import numpy as np
 from kvxfer.coverage import box_of, common_elements
 from kvxfer.dataplane.plane import Part
 from kvxfer.dataplane.transfer import Transfer, nothing_to_move, settle_within
-from kvxfer.deadline import NOTIFYING, ROOM, TRANSFERRING, Deadline
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.errors import (
     ClosedError,
@@ -50,6 +49,7 @@ from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
+from kvxfer.tasks import NOTIFYING, ROOM, TRANSFERRING, Deadline
 from kvxfer.wire import boxes, tags
 from kvxfer.wire.messages import Claim, Land, PostingEvent
 

@@ -9,18 +9,85 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
-from kvxfer.deadline import MEMORY, Deadline
-from kvxfer.errors import TransferTimeout, UsageError
+from kvxfer.errors import KvxferError, RegistrationError, TransferTimeout, TransportError, UsageError
 from kvxfer.logs import logger
 from kvxfer.memory import numa
-from kvxfer.memory.placement import Load, check_group, least_loaded
+from kvxfer.memory.region import Region
 from kvxfer.memory.sources import BorrowedMemory
 from kvxfer.native.engine import Engine, MemoryKind, RegionInfo
-from kvxfer.tasks import TaskOwner, in_thread, shared
+from kvxfer.native.status import Status
+from kvxfer.tasks import MEMORY, Deadline, TaskOwner, in_thread, shared
+
+# -- which accelerator gets the next region, and how full one should be: decisions over numbers, nothing else ----------
+# Least loaded means most memory left: what the device has free, and what this engine holds of it unused. Only between
+# equals do live transfers decide, because they end soon and memory stays. Allocations under way count as done, so
+# that a burst of them does not all choose one card.
+
+
+HEADROOM = 0.30  # of a device's memory that should stay free: fragments, workspaces of kernels, the framework's peaks
+GROUP_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One candidate: bytes that a region could get, operations on its regions now."""
+
+    device: int
+    available_bytes: int
+    live_tokens: int
+
+
+def least_loaded(loads: Sequence[Load], pending_bytes: Mapping[int, int]) -> int:
+    """The device for the next region; ``pending_bytes`` are being allocated on each device right now."""
+    if not loads:
+        raise UsageError("there is no device to choose from", field="group")
+
+    def rank(load: Load) -> tuple[int, int, int]:
+        return pending_bytes.get(load.device, 0) - load.available_bytes, load.live_tokens, load.device
+
+    return min(loads, key=rank).device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One part of a pool: bytes that are in use there, in flight ones included, and whether one more fits."""
+
+    part: int
+    bytes: int
+    fits: bool
+
+
+def least_held(parts: Sequence[Held]) -> int | None:
+    """The part for what comes next; None when none has room."""
+    fitting = [part for part in parts if part.fits]
+    return min(fitting, key=lambda part: (part.bytes, part.part)).part if fitting else None
+
+
+def check_group(group: object) -> tuple[int, ...]:
+    """The devices among which one is chosen: distinct numbers, at least one."""
+    found = tuple(group) if isinstance(group, list | tuple | range) else ()
+    whole = all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in found)
+    if not 0 < len(found) <= GROUP_MAX or not whole or len(set(found)) != len(found):
+        raise UsageError(
+            f"group must be a list of 1 to {GROUP_MAX} distinct device numbers", field="group", value=repr(group)[:80]
+        )
+    return found
+
+
+def headroom_advice(free_bytes: int, total_bytes: int) -> str | None:
+    """What to tell people about a device's memory; None when there is room enough."""
+    if total_bytes <= 0 or free_bytes >= HEADROOM * total_bytes:
+        return None
+    free = f"{free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are free"
+    return (
+        f"{free}, less than {HEADROOM:.0%}: a large block may not be found in one piece; lower the framework's share "
+        "of the memory, or allocate with spill='dram'"
+    )
+
 
 log = logger("kvxfer.memory")
 
@@ -163,3 +230,55 @@ class Allocator:
             return None
         physical = self._engine.device(device).physical if device is not None and wanted.numa_node == "auto" else None
         return numa.choose(wanted.numa_node, physical, on_device=device is not None)
+
+
+# -- registering several pieces of memory as one step: all of them or none ---------------------------------------------
+
+
+SOURCES_MAX = 65536
+# What the kernel would have said, where the engine knew it by a code of its own.
+_ERRNO = {Status.NOMEM: "ENOMEM", Status.FDS: "EMFILE", Status.MEMLOCK: "ENOMEM", Status.SHM_SPACE: "ENOSPC"}
+
+
+async def register_all(
+    register: Callable[[Any], Awaitable[Region]], sources: object, on_failure: Callable[[KvxferError], None]
+) -> tuple[Region, ...]:
+    """See `Client.register_many`. Cancelled, it gives back what it has as well."""
+    if not isinstance(sources, Sequence) or isinstance(sources, str | bytes) or not 0 < len(sources) <= SOURCES_MAX:
+        raise UsageError("register_many takes a sequence of sources", field="sources", limit=SOURCES_MAX)
+    made: list[Region] = []
+    try:
+        for source in sources:
+            made.append(await register(source))  # noqa: PERF401 -- what was made before a failure has to be known
+    except BaseException as error:
+        await _give_back(made)
+        if not isinstance(error, KvxferError):
+            raise
+        why = _named(error, sources, len(made))
+        on_failure(why)
+        raise why from error
+    return tuple(made)
+
+
+async def _give_back(made: Sequence[Region]) -> None:
+    """Nobody else has seen these regions, so nothing can hold them; goes on when its caller is cancelled again."""
+    quiet = asyncio.gather(*(region.release(drain=True) for region in made), return_exceptions=True)
+    await asyncio.shield(quiet)
+
+
+def _named(error: KvxferError, sources: Sequence[Any], index: int) -> KvxferError:
+    """The error with what is known about the place: of this node as a `RegistrationError`, of the call as it is."""
+    size = getattr(sources[index], "nbytes", None)
+    found = error
+    if isinstance(error, TransportError) and not isinstance(error, RegistrationError):
+        found = RegistrationError(error.message, status=error.status, transport=error.transport, hint=error.hint)
+        found.fields |= error.fields
+    found.fields |= {
+        "index": index,
+        "registered": index,
+        "of": len(sources),
+        "bytes": error.fields.get("length", size if isinstance(size, int) else None),
+    }
+    found.fields.setdefault("errno", _ERRNO.get(Status(error.status)) if error.status in _ERRNO else None)
+    found.hint = found.hint or "what was registered before it was given back; `kvxfer doctor` shows this node's limits"
+    return found

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.block_parts import BlockParts, Rows, granted, parts_of
-from kvxfer.deadline import OTHER_SIDE, TRANSFERRING, Deadline, seconds
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.footprint import Footprint, Place
-from kvxfer.native.facts import MemoryKind
-from kvxfer.native.regions import not_addressable
-from kvxfer.tasks import shared
+from kvxfer.native.status import not_addressable
+from kvxfer.native.types import MemoryKind
+from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline, seconds, shared
 
 COPY_INLINE_BYTES_MAX = 64 << 10  # of host memory: quicker than a thread
 

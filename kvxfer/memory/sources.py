@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvxfer.descriptors import U64_MAX
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
-from kvxfer.native.facts import MemoryKind
+from kvxfer.native.types import MemoryKind
 
 DEVICE_TYPE = "npu"  # of torch_npu's tensors
 PLAIN_KINDS = "?biufcmMSUV"  # of numpy's types: values that are nothing but their bytes

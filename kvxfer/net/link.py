@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from kvxfer.addresses import Address, format_address
 from kvxfer.config import DEFAULT_NAMESPACE, Config
-from kvxfer.deadline import CONNECTING
 from kvxfer.errors import (
     ClosedError,
     DaemonUnavailable,
@@ -29,6 +30,7 @@ from kvxfer.errors import (
     PeerLost,
     PeerUnreachable,
     ProtocolError,
+    TooManyPending,
     TransferTimeout,
     UnknownMessage,
 )
@@ -37,15 +39,280 @@ from kvxfer.net.credentials import Credentials
 from kvxfer.net.dial import dial_any, reason
 from kvxfer.net.forks import own
 from kvxfer.net.listeners import peer_credentials
-from kvxfer.net.queues import Queues
-from kvxfer.net.requests import REPLIES, Requests
-from kvxfer.net.secure import SecureTransport, Wire
-from kvxfer.net.tls import Channel
+from kvxfer.net.tls import Channel, SecureTransport, Wire
+from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.tasks import ANSWER, CONNECTING
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
-from kvxfer.wire.faults import refusal
+from kvxfer.wire.faults import exception_of, refusal
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
+
+# -- what lies on all control connections of a process, bounded together: what waits to be sent, and what has been -----
+# received of messages that are not complete.
+#
+# The idea: each connection has a bound of its own, but a thousand peers that read slowly, or that never finish what
+# they began to say, would add up. So there is one sum for all, and less than that for one node, however many
+# connections it has. A connection is looked at when something is sent on it, and all of them again only when the sum
+# seems too large, since what was sent meanwhile is not told. The connections of one node also share one turn of the
+# event loop: a node does not get more of it by having more of them.
+
+
+UNFINISHED_BYTES_MAX = 64 << 20  # of all connections; a frame's own limit is higher only where it is configured so
+UNFINISHED_BYTES_MIN = 64 << 10  # less on one connection is not counted
+NODE_QUEUES = 2  # one node's connections may hold as much as so many full ones: one in each direction
+
+
+class Queue(Protocol):
+    """A connection. ``account`` is for whom it counts: the node at its other end."""
+
+    name: str
+
+    @property
+    def account(self) -> Hashable: ...
+
+    @property
+    def queued_bytes(self) -> int: ...
+
+
+class Queues:
+    """All connections of one daemon; ``bytes_max`` may wait on them together, ``link_bytes_max`` on each."""
+
+    def __init__(self, bytes_max: int, link_bytes_max: int = 0, frame_bytes_max: int = 0) -> None:
+        self._bytes_max = bytes_max
+        self._node_bytes_max = NODE_QUEUES * link_bytes_max or bytes_max
+        self._known: dict[Queue, int] = {}
+        self._total = 0
+        self._unfinished: dict[Queue, int] = {}
+        self._turns: dict[Hashable, deque[Queue]] = {}
+        self._receiving = Shares(max(UNFINISHED_BYTES_MAX, NODE_QUEUES * frame_bytes_max))
+
+    # -- to be sent ------------------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        """Bytes that wait to be sent now."""
+        self._look_again()
+        return self._total
+
+    def full(self, size: int, share: float = 1.0) -> bool:
+        """Whether ``size`` more bytes would be more than this share of the bound."""
+        limit = share * self._bytes_max
+        if self._total + size > limit:
+            self._look_again()
+        return self._total + size > limit
+
+    def require(self, link: Queue, size: int) -> None:
+        """Raises `PeerBackpressure` when there is no room for ``size`` more bytes on any connection, or on those of
+        this node.
+        """
+        if self.full(size):
+            why = "too much waits to be sent to all peers together"
+            raise PeerBackpressure(why, peer=link.name, bytes=size, limit=self._bytes_max, all_links=True)
+        if self._total + size > self._node_bytes_max and self._waits_for(link) + size > self._node_bytes_max:
+            why = "too much waits to be sent to this node over all its connections"
+            raise PeerBackpressure(why, peer=link.name, bytes=size, limit=self._node_bytes_max)
+
+    def sent(self, link: Queue) -> None:
+        """Something was sent on this connection."""
+        waits = link.queued_bytes
+        self._total += waits - self._known.pop(link, 0)
+        if waits:
+            self._known[link] = waits
+
+    def forget(self, link: Queue) -> None:
+        """The connection has ended."""
+        self._total -= self._known.pop(link, 0)
+        self._receiving.give(link.account, self._unfinished.pop(link, 0))
+
+    def longest(self) -> Queue | None:
+        """The connection on which most bytes wait."""
+        self._look_again()
+        return max(self._known, key=self._known.__getitem__, default=None)
+
+    def _waits_for(self, link: Queue) -> int:
+        """What waits for the node of this connection, and is known to."""
+        account = link.account
+        return sum(waits for other, waits in self._known.items() if other.account == account)
+
+    def _look_again(self) -> None:
+        now = {link: link.queued_bytes for link in self._known}
+        self._known = {link: waits for link, waits in now.items() if waits}
+        self._total = sum(self._known.values())
+
+    # -- turns -----------------------------------------------------------------------------------------------
+
+    def taken(self, link: Queue) -> bool:
+        """Other connections of this node wait for their turn."""
+        return link.account in self._turns
+
+    def line_up(self, link: Queue) -> bool:
+        """This connection has more to say. Whether it is the first of its node: then somebody has to see to `turn`."""
+        line = self._turns.setdefault(link.account, deque())
+        line.append(link)
+        return len(line) == 1
+
+    def turn(self, account: Hashable) -> tuple[Queue, bool]:
+        """Whose turn it is of a node's connections, and whether more of them wait."""
+        line = self._turns[account]
+        link = line.popleft()
+        if not line:
+            del self._turns[account]
+        return link, bool(line)
+
+    # -- received --------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes that have been received of messages that are not complete."""
+        return self._receiving.total
+
+    def received(self, link: Queue, size: int) -> Queue | None:
+        """So much of an unfinished message lies on this connection. Returns the one that has to go for it when all hold
+        too much, or this node more than its share: the longest one of the node that holds most.
+        """
+        counted = size if size >= UNFINISHED_BYTES_MIN else 0
+        if counted == self._unfinished.get(link, 0):
+            return None
+        receiving, account = self._receiving, link.account
+        receiving.give(account, self._unfinished.pop(link, 0))
+        receiving.take(account, counted)
+        if not counted:
+            return None
+        self._unfinished[link] = counted
+        if not is_greedy(receiving.held(account), receiving.total, receiving.limit):
+            return None
+        most = receiving.most()
+        return max(
+            (other for other in self._unfinished if other.account == most),
+            key=self._unfinished.__getitem__,
+        )
+
+
+# -- the requests of one link that wait for their reply: each ends once, by a reply, its deadline or the link's end ----
+# A request that says how long it may wait at the other side (for an offer, for room) is not one that the other side
+# owes an answer to: the two are counted apart, so that a node that makes others wait keeps nobody from asking
+# anything else.
+#
+# The idea: a reply that was on time is never called late. Event loops differ in whether they run due timers before or
+# after they read sockets, so a deadline that fires waits for one more turn before it gives the request up.
+
+
+LATE_GRACE_S = 0.002  # what lies in the socket when the deadline fires was not late
+REPLIES = (m.Done, m.Posted, m.Claimed, m.StatusReply, m.EchoReply, m.Error)
+
+
+Then = Callable[[Message], None]
+
+
+def _drop(_: Message) -> None:
+    """Nobody wants to know."""
+
+
+class _Waiting:
+    """A future, and the timer behind it."""
+
+    __slots__ = ("future", "timer", "what")
+
+    def __init__(self, future: asyncio.Future[Message], what: str) -> None:
+        self.future = future
+        self.what = what
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Requests:
+    """Pending requests by their number. At most ``pending_max`` at a time, beside ``waits_max`` that are to wait.
+
+    ``on_late`` gets a reply that came in the very turn in which its request was cancelled.
+    """
+
+    def __init__(self, pending_max: int, waits_max: int, on_late: Callable[[Message], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_late = on_late
+        self._pending_max = pending_max
+        self._waits_max = waits_max
+        self._waits: set[int] = set()
+        self._pending: dict[int, _Waiting | Then] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def unanswered(self) -> int:
+        """Those of them that do not wait for anything but their answer."""
+        return len(self._pending) - len(self._waits)
+
+    def number(self, peer: str, *, waits: bool = False) -> int:
+        """A number for a new request; ``waits``: it may wait at the other side. Raises `TooManyPending`."""
+        held, limit, option = self.unanswered, self._pending_max, "requests_max"
+        what = "unanswered requests"
+        if waits:
+            held, limit, option = len(self._waits), self._waits_max, "waiting_max"
+            what = "requests wait for a posting or for room"
+        if held >= limit:
+            hint = f"try again when some of them are answered, or raise {option} of this process"
+            raise TooManyPending(f"too many {what}", peer=peer, limit=limit, option=option, hint=hint)
+        return next(self._numbers)
+
+    def forget(self, number: int, then: Then = _drop) -> None:
+        """A request that nobody waits for: its reply goes to ``then``, if it comes before the link ends."""
+        self._pending[number] = then
+
+    async def wait(self, number: int, what: str, *, timeout: float, peer: str, waits: bool = False) -> Message:
+        """The reply; an `Error` reply is raised as the error that it names. Raises `TransferTimeout`. Cancel-safe."""
+        if waits:
+            self._waits.add(number)
+        waiting = _Waiting(self._loop.create_future(), what)
+        waiting.timer = self._loop.call_later(timeout, self._deadline_passed, waiting, peer)
+        self._pending[number] = waiting
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            done = waiting.future
+            if done.done() and not done.cancelled() and done.exception() is None:
+                self._on_late(done.result())
+            raise
+        finally:
+            self._pending.pop(number, None)
+            self._waits.discard(number)
+            waiting.timer.cancel()
+
+    def take(self, reply: Any, peer: str) -> bool:
+        """Hand a reply to whoever waits for it; False when its request had been given up."""
+        if reply.rid not in self._pending:
+            return False
+        waiting = self._pending.pop(reply.rid)
+        self._waits.discard(reply.rid)
+        if not isinstance(waiting, _Waiting):
+            waiting(reply)
+            return True
+        if waiting.future.done():
+            return False
+        if isinstance(reply, m.Error):
+            error = exception_of(reply)
+            error.peer = error.peer or peer
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(reply)
+        return True
+
+    def fail(self, error: KvxferError) -> None:
+        """The link has ended: every request fails with (its own copy of) the reason."""
+        pending, self._pending = self._pending, {}
+        self._waits.clear()
+        for waiting in pending.values():
+            if isinstance(waiting, _Waiting) and not waiting.future.done():
+                waiting.future.set_exception(copy.copy(error))
+
+    def _deadline_passed(self, waiting: _Waiting, peer: str) -> None:
+        waiting.timer = self._loop.call_later(LATE_GRACE_S, self._give_up, waiting, peer)
+
+    def _give_up(self, waiting: _Waiting, peer: str) -> None:
+        if not waiting.future.done():
+            text = f"no reply to {waiting.what} before the deadline"
+            waiting.future.set_exception(TransferTimeout(text, peer=peer, state=ANSWER))
+
 
 UNFINISHED_TLS = "the other side ended the connection during the TLS handshake"
 FLUSH_S = 0.7  # a closing link may take this long to send what is queued

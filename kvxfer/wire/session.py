@@ -32,7 +32,7 @@ from kvxfer.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvxfer.net.keys import NodeKeys
+from kvxfer.net.credentials import NodeKeys
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.codec import unread

@@ -18,18 +18,18 @@ import numpy as np
 import psutil
 
 import kvxfer
+from examples.child_processes import Daemon, daemon
 from kvxfer.config import Config, load
 from kvxfer.errors import RegionBusy
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
 from kvxfer.net.credentials import Credentials
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
-from kvxfer.testing.processes import Daemon, daemon
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import prove, transcript
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
 from tests.conftest import slack
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of
 
 LOG_LINES_PER_S = 10
 RSS_BYTES_MAX = 48 << 20

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from examples.child_processes import daemon, python_process
 from kvxfer.config import Config
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.testing.processes import daemon, python_process
 from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import kvxfer
+from examples.remote_worker import serve
 from kvxfer.config import load
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
-from kvxfer.testing.nodes import make_cache, small_geometry
-from kvxfer.testing.worker import serve
+from tests.support.nodes import make_cache, small_geometry
 
 LAYERS, PAUSE_S = 4, 0.3
 GEOMETRY = small_geometry(layers=LAYERS, kv_heads=8, kv_heads_total=8, head_size=128)  # 1 MiB a layer

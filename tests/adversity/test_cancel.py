@@ -15,8 +15,8 @@ import pytest
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
 from tests.steps import STEPS_MAX, Pair, cancelled_at, pair
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of
 
 TRANSPORTS = ["shm", "tcp"]
 BLOCKS, TOKENS = 6, 40

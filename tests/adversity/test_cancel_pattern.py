@@ -23,8 +23,8 @@ from kvxfer.client import Client
 from kvxfer.embedded import local
 from kvxfer.errors import KvxferError
 from kvxfer.memory.region import Region
-from kvxfer.testing.nodes import two_nodes
 from tests.native.simulated import simulated
+from tests.support.nodes import two_nodes
 
 FULL = os.environ.get("KVXFER_TEST_FULL") == "1"
 ROUNDS = 8000 if FULL else 400

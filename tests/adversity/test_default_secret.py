@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 import kvxfer
+from examples.child_processes import Daemon, daemon
 from kvxfer.config import Config, user_secret
 from kvxfer.config.paths import ensure_socket_dir
-from kvxfer.deadline import Deadline
 from kvxfer.errors import AuthenticationError, ConfigError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.server import Server
-from kvxfer.testing.processes import Daemon, daemon
+from kvxfer.tasks import Deadline
 from tests.conftest import slack
 from tests.nodes import node, small, until
 

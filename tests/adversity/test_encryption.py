@@ -21,7 +21,7 @@ from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import ConfigError, EncryptionMismatch, PeerUnreachable, UsageError
 from kvxfer.server import Server
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of
 
 ROOT = Path(__file__).parents[2]
 TCP = {"transports": ("tcp",)}

@@ -19,9 +19,9 @@ import pytest
 import kvxfer
 from kvxfer.client import Client
 from kvxfer.errors import ClosedError, ForkedClientError, KvxferError, UsageError, WrongThread
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
 from tests.nodes import until
 from tests.steps import STEPS_MAX, cancelled_at, pair
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 TABLE = scattered(1, 8, 40, 16)
 

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.client import Client
+from kvxfer.client import Client, Peer
 from kvxfer.config import Config, load
 from kvxfer.errors import KvxferError
 from kvxfer.flows.many import Move
-from kvxfer.flows.peer import Peer
 from kvxfer.memory.region import KVCache, Region
-from kvxfer.testing.nodes import make_cache, small_geometry
 from tests.cases.harness import Side, cluster, metric
+from tests.support.nodes import make_cache, small_geometry
 
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
 LIMIT_S = 1.0  # of every call

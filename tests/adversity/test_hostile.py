@@ -17,10 +17,10 @@ from random import Random
 import pytest
 
 import kvxfer
+from examples.child_processes import daemon
 from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.testing.processes import daemon
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE

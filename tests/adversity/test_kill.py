@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing.processes import Daemon, Process, daemon, python_process
+from examples.child_processes import Daemon, Process, daemon, python_process
 
 WORKER = Path(__file__).with_name("worker.py")
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))

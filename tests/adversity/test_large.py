@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvxfer.testing.nodes import two_nodes
+from tests.support.nodes import two_nodes
 
 GIB = 1 << 30
 LENGTH = 4 * GIB + (5 << 20) + 123

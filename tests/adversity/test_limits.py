@@ -12,8 +12,8 @@ import pytest
 
 from kvxfer.errors import PeerBackpressure, TooLarge
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry, two_nodes
 
 COUNT, SLOTS, LENGTH = 10_000, 64, 4096
 BYTES_EACH_MAX = 4096  # of Python objects for a transfer that waits

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import kvxfer
+from examples.child_processes import Daemon, daemon
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
-from kvxfer.testing.processes import Daemon, daemon
 from tests.adversity.attacker import connect, parse, shout
 from tests.certificates import Authority
 from tests.conftest import slack
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 pytestmark = pytest.mark.once
 

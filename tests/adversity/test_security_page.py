@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import CONFIG_OPTIONS
-from kvxfer.deadline import Deadline
+from kvxfer.tasks import Deadline
 from kvxfer.wire import messages as m
 from tests.certificates import openssl
 from tests.conftest import slack

@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.child_processes import daemon
 from kvxfer.config import FRAME_UNAUTHENTICATED_BYTES_MAX, Config
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.tls import HANDSHAKE_BYTES_MAX
-from kvxfer.testing.processes import daemon
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE
 from tests.adversity.attacker import Address, connect, hello, parse

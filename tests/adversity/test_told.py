@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.testing.processes import Daemon, Process, daemon, python_process
-from kvxfer.testing.worker import Remote
+from examples.child_processes import Daemon, Process, daemon, python_process
+from examples.remote_worker import Remote
 from tests.adversity.party import LAYERS, PAUSE_S
 
 PARTY = Path(__file__).with_name("party.py")

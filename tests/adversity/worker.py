@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import kvxfer
+from examples.remote_worker import serve
 from kvxfer.config import load
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
-from kvxfer.testing.worker import serve
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 LAYERS, POOL = 16, 64
 GEOMETRY = small_geometry(layers=LAYERS, kv_heads=8, kv_heads_total=8, head_size=128)  # 128 KiB per block and layer

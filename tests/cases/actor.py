@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import kvxfer
+from examples.remote_worker import serve
 from kvxfer.config import load
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
@@ -29,12 +30,11 @@ from kvxfer.flows.many import Group, Move
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.nodes import make_cache, small_geometry
-from kvxfer.testing.worker import serve
 from tests.cases.actor_load import Load
 from tests.cases.actor_mail import Mail
 from tests.cases.actor_many import Many
 from tests.cases.facts import pattern
+from tests.support.nodes import make_cache, small_geometry
 
 
 def told(error: BaseException) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.child_processes import Daemon, Process, daemon, python_process
+from examples.remote_worker import Remote, WorkerFailed
 from kvxfer.errors import DaemonUnavailable
-from kvxfer.testing.frames import CONTROL, DATA
-from kvxfer.testing.processes import Daemon, Process, daemon, python_process
-from kvxfer.testing.proxy import Proxy, proxy
-from kvxfer.testing.worker import Remote, WorkerFailed
 from tests.cases.facts import limit
+from tests.support.frames import CONTROL, DATA
+from tests.support.proxy import Proxy, proxy
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
 ANSWER_S = 30.0

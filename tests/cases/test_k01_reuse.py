@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.testing.worker import WorkerFailed
+from examples.remote_worker import WorkerFailed
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
 

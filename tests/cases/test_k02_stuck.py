@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvxfer.testing.worker import WorkerFailed
+from examples.remote_worker import WorkerFailed
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
 from tests.cases.scale import scaled_s

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.cli.ping import about_breakers
 from kvxfer.config import Config
-from kvxfer.doctor.probe_peers import ask_status
+from kvxfer.doctor.network import ask_status
 from tests.cases.facts import limit, pattern_sha, within
 from tests.cases.harness import Cluster, Side, metric, slow
 

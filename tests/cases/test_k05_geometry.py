@@ -17,16 +17,16 @@ import pytest
 
 import kvxfer
 from kvxfer.config import Config
-from kvxfer.daemon.gauges import ignore_fingerprint
 from kvxfer.errors import GeometryMismatch, Incomplete, KvxferError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, fingerprint_of
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import Plan, contiguous_layout, plan
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
+from kvxfer.server import ignore_fingerprint
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, Cluster, slow
 from tests.cases.scale import scaled
 from tests.nodes import node, until
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
 TABLE = BlockTable.of(range(4), tokens=64)

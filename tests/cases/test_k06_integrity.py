@@ -12,10 +12,10 @@ import kvxfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import InjectedFault, IntegrityError, OutOfRange, PartialTransfer, RegistrationError, TooLarge
 from kvxfer.flows.many import Move
-from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
 from tests.cases.scale import scaled
+from tests.support.nodes import two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]
 BLOCK = 4096

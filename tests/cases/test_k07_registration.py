@@ -12,10 +12,10 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import AlignmentError, InvalidLength, OverlapError, RegistrationError, UsageError
-from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import pattern
 from tests.cases.harness import BOTH
 from tests.nodes import node, until
+from tests.support.nodes import two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 PAGE = 4096

@@ -15,12 +15,12 @@ from kvxfer.errors import InvalidLength, KvxferError, OutOfRange
 from kvxfer.memory.region import check_span
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import error_for
-from kvxfer.testing.nodes import two_nodes
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH, ROOT
 from tests.cases.scale import scaled
 from tests.native import kvxd
 from tests.native.tcp_owner import attached, owner
+from tests.support.nodes import two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
 U64 = 1 << 64
@@ -29,7 +29,7 @@ SHORT_IO = Path(__file__).with_name("short_io.c")
 SCRIPT = """
 import asyncio, sys
 import numpy as np
-from kvxfer.testing.nodes import two_nodes
+from tests.support.nodes import two_nodes
 
 async def main(transport, length):
     async with two_nodes([transport], timeout_s=60) as (a, b):

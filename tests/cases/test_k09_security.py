@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import kvxfer
+from examples.child_processes import daemon
 from kvxfer.config import Config
 from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.testing.processes import daemon
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 import kvxfer
+from examples.child_processes import python_process
 from kvxfer.addresses import format_address, parse_address
 from kvxfer.config import Config
-from kvxfer.deadline import Deadline
 from kvxfer.errors import ConfigError, IdentityMismatch, KvxferError, NotKvxfer, PeerUnreachable, UsageError
 from kvxfer.net.listeners import bound_address, listen_tcp
-from kvxfer.testing.processes import python_process
+from kvxfer.tasks import Deadline
 from kvxfer.wire.messages import Echo
 from tests.cases.facts import limit
 from tests.cases.harness import Cluster, cluster

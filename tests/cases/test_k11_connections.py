@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.child_processes import Process
 from kvxfer.addresses import parse_address
 from kvxfer.config import Config
 from kvxfer.daemon.acceptor import Acceptor
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import bound_address, listen_tcp
-from kvxfer.testing.processes import Process
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from tests.cases.facts import limit, within

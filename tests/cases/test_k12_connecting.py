@@ -17,13 +17,13 @@ from statistics import median
 import pytest
 
 import kvxfer
+from examples.child_processes import daemon, python_process
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
-from kvxfer.testing.processes import daemon, python_process
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, ROOT
 from tests.cases.scale import FULL
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 

@@ -17,11 +17,11 @@ from kvxfer.flows.exchange import Posting
 from kvxfer.geometry import TABLE_BLOCKS_MAX, BlockTable
 from kvxfer.memory.region import Region
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.cases.facts import limit, pattern
 from tests.cases.harness import BOTH, cluster
 from tests.cases.heartbeat import heartbeat
 from tests.cases.scale import scaled, scaled_s
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 KIB, MIB = 1 << 10, 1 << 20

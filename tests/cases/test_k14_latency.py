@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.flows.mailboxes import SEND_BYTES_MAX, SENDS_MAX
-from kvxfer.testing.nodes import two_nodes
-from kvxfer.testing.worker import WorkerFailed
+from examples.remote_worker import WorkerFailed
+from kvxfer.flows.mail import SEND_BYTES_MAX, SENDS_MAX
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH, Cluster, Side, cluster
 from tests.cases.heartbeat import heartbeat
 from tests.cases.scale import scaled, scaled_s
+from tests.support.nodes import two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(240)]
 KIB, MIB = 1 << 10, 1 << 20

@@ -19,10 +19,10 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import KvxferError
-from kvxfer.testing.nodes import two_nodes
 from tests.cases.harness import BOTH
 from tests.cases.scale import scaled
 from tests.nodes import until
+from tests.support.nodes import two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(1800)]
 BLOCK = 4096

@@ -12,9 +12,9 @@ import pytest
 
 import kvxfer
 from kvxfer.errors import BusyError, TooLarge, TransferTimeout
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.cases.facts import limit, pattern, within
 from tests.cases.harness import BOTH
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 MIB = 1 << 20

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvxfer.dataplane.early import EarlyNotices
+from kvxfer.dataplane.exports import EarlyNotices
 from kvxfer.dataplane.plane import Part
 from kvxfer.errors import KvxferError, UnknownTransfer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from kvxfer.wire import tags
 from kvxfer.wire.messages import Report
 from tests.cases.facts import limit, within
 from tests.cases.harness import BOTH
 from tests.nodes import node, until, worker
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(120)]
 TABLE = BlockTable.of(range(4), tokens=64)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import kvxfer
+from examples.child_processes import daemon
 from kvxfer.config import load
-from kvxfer.testing.frames import CONTROL
-from kvxfer.testing.processes import daemon
-from kvxfer.testing.proxy import proxy
 from tests.cases.facts import limit, within
 from tests.cases.harness import Cluster, cluster
 from tests.nodes import node, until, worker
+from tests.support.frames import CONTROL
+from tests.support.proxy import proxy
 
 pytestmark = [pytest.mark.once, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 import kvxfer
+from examples.child_processes import daemon
 from kvxfer.config import load
-from kvxfer.deadline import Deadline
 from kvxfer.errors import KvxferError, PeerError, ProtocolError, UnknownMessage, VersionMismatch
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of
-from kvxfer.testing.older import LATER
-from kvxfer.testing.processes import daemon
+from kvxfer.tasks import Deadline
 from kvxfer.wire import messages as m
 from kvxfer.wire.session import VERSIONS
 from tests.cases.facts import limit, within
 from tests.cases.scripted import Fields, Scripted, frame, said, scripted
 from tests.nodes import Worker, node, until, worker
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of
+from tests.support.older import LATER
 
 OLD, NEW = VERSIONS[1] - 1, VERSIONS[1]
 GEOMETRY = small_geometry()
@@ -54,7 +54,7 @@ class Side:
 @asynccontextmanager
 async def mixed(directory: Path, lacks: Sequence[tuple[str, ...]]) -> AsyncIterator[list[Side]]:
     """A node of this version, then nodes of the version before: each lacks these messages, () all that came later."""
-    older = ("-m", "kvxfer.testing.older")
+    older = ("-m", "tests.support.older")
     programs = [("-m", "kvxfer"), *((*older, *(f"--lacks={name}" for name in names)) for names in lacks)]
     config = load(flags={"transports": ["shm"], "tcp_threads": 1, "copy_threads": 1}).config
     async with AsyncExitStack() as stack:

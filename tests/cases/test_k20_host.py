@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.child_processes import daemon, python_process
+from examples.remote_worker import WorkerFailed
 from kvxfer.errors import ShmTooSmall
-from kvxfer.testing.processes import daemon, python_process
-from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit
 from tests.cases.harness import BOTH, Cluster, until
 from tests.cases.scale import FULL
@@ -110,7 +110,7 @@ async def test_c85_little_locked_memory_is_no_obstacle_for_shm_and_tcp(nodes: Cl
 async def test_c85_the_doctor_warns_before_anything_starts() -> None:
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536));"
-        "from kvxfer.doctor import probe_host; probe_host.CAPABILITIES.clear();"
+        "from kvxfer.doctor import host; host.CAPABILITIES.clear();"
         "from kvxfer import cli; sys.exit(cli.main(['doctor']))"
     )
     async with python_process(["-c", script], name="doctor") as doctor:

@@ -12,10 +12,10 @@ import time
 import pytest
 
 import kvxfer
+from examples.child_processes import python_process
 from kvxfer.errors import KvxferError, WrongThread
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import Status, error_for
-from kvxfer.testing.processes import python_process
 from tests.cases.facts import limit, within
 from tests.cases.harness import ROOT, Cluster, metric, slow
 from tests.cases.scale import FULL
@@ -91,7 +91,7 @@ import asyncio, multiprocessing, os, sys, warnings
 import numpy as np
 import kvxfer
 from kvxfer.errors import ForkedClientError
-from kvxfer.testing.nodes import two_nodes
+from tests.support.nodes import two_nodes
 
 warnings.simplefilter("ignore")
 

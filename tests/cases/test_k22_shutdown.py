@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing.processes import Process, python_process
+from examples.child_processes import Process, python_process
 from tests.cases.facts import limit, within
 from tests.cases.harness import ROOT, Cluster, cluster, slow
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.remote_worker import WorkerFailed
 from kvxfer.cli.logs import Throttle
-from kvxfer.testing.worker import WorkerFailed
 from tests.cases.facts import limit
 from tests.cases.harness import Cluster, Side, cluster, slow
 from tests.cases.test_k11_connections import pair, stubs

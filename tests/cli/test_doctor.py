@@ -76,7 +76,7 @@ def test_a_low_limit_of_locked_memory_is_told_before_anything_starts() -> None:
     """Limit, amount and remedy; as a process without capabilities sees it."""
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536));"
-        "from kvxfer.doctor import probe_host; probe_host.CAPABILITIES.clear();"
+        "from kvxfer.doctor import host; host.CAPABILITIES.clear();"
         "from kvxfer import cli; sys.exit(cli.main(['doctor']))"
     )
     ended = subprocess.run(

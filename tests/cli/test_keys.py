@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.cli import main
-from kvxfer.deadline import Deadline
 from kvxfer.errors import AuthenticationError
-from kvxfer.net.keys import NodeKeys, node_named
+from kvxfer.net.credentials import NodeKeys, node_named
+from kvxfer.tasks import Deadline
 from tests.nodes import node
 
 ROOT, NEXT = "the root of all the keys", "the root that comes next"

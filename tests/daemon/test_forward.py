@@ -15,11 +15,11 @@ from kvxfer.daemon.pool import BREAKER_FAILURES, CLOSED
 from kvxfer.errors import KvxferError, PeerUnreachable, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.server import Server
-from kvxfer.testing.frames import CONTROL
-from kvxfer.testing.proxy import proxy
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from tests.nodes import fast, node, small, until, worker
+from tests.support.frames import CONTROL
+from tests.support.proxy import proxy
 
 
 async def restartable(stack: AsyncExitStack, directory: Path) -> Server:

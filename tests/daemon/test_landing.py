@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvxfer.daemon import landing_memory as pool_module
+from kvxfer.daemon import landing as pool_module
 from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.daemon.landing import BODIES_BYTES_MAX
-from kvxfer.daemon.landing_line import PASSES_MAX, Line, Room
+from kvxfer.daemon.landing import BODIES_BYTES_MAX, PASSES_MAX, Line, Room
 from kvxfer.errors import BusyError, PeerDraining, TooManyPending, UsageError
 from kvxfer.wire import messages as m
 from tests.daemon.test_landing import MIB, free, land, settle

@@ -16,21 +16,20 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.daemon.gauges import samples
-from kvxfer.daemon.landing_memory import rounded
+from examples.child_processes import python_process
+from examples.remote_worker import Remote, serve
+from kvxfer.daemon.landing import rounded
 from kvxfer.daemon.metrics import Sample
-from kvxfer.dataplane.mapped import DeviceMemory
+from kvxfer.dataplane.exports import DeviceMemory
 from kvxfer.errors import BusyError, ConfigError, PeerLost, UsageError
 from kvxfer.flows.adopt import Adoption
 from kvxfer.memory.region import KVCache
 from kvxfer.native._shim import ffi, lib
 from kvxfer.planner import contiguous_layout
-from kvxfer.server import Server, embedded_config
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
-from kvxfer.testing.processes import python_process
-from kvxfer.testing.worker import Remote, serve
+from kvxfer.server import Server, embedded_config, samples
 from tests.native.simulated import simulated
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 pytestmark = pytest.mark.once
 

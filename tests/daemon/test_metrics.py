@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvxfer.daemon import gauges
+from kvxfer import server as server_module
 from kvxfer.daemon import metrics as metrics_module
 from kvxfer.daemon.metrics import (
     TOTALS,
@@ -25,8 +25,8 @@ from kvxfer.daemon.metrics import (
 )
 from kvxfer.dataplane.plane import Part
 from kvxfer.errors import ProtocolError
-from kvxfer.native.counters import CORE_FIELDS, Counters, TransportCounters
 from kvxfer.native.engine import OpKind
+from kvxfer.native.types import CORE_FIELDS, Counters, TransportCounters
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from tests.conftest import slack
@@ -291,7 +291,7 @@ async def test_a_part_that_cannot_be_told_leaves_out_nothing_but_itself(monkeypa
         whole = server._scrape().body.decode()
         assert "kvxfer_metrics_missing 0.0" in whole
         broken.__name__ = "_links"
-        monkeypatch.setattr(gauges, "_links", broken)
+        monkeypatch.setattr(server_module, "_links", broken)
         server.engines.add("odd", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
         page = server._scrape().body.decode()
         server.engines.remove("odd")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.daemon.pool import BACKOFF_S_MAX, BREAKER_FAILURES, CLOSED, HALF_OPEN, OPEN, Breaker, Pool
-from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     ClosedError,
     IdentityMismatch,
@@ -28,7 +27,7 @@ from kvxfer.errors import (
 )
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.tasks import TaskOwner
+from kvxfer.tasks import Deadline, TaskOwner
 from kvxfer.wire import messages as m
 from tests.nodes import node, small, until
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import PeerUnreachable
-from kvxfer.testing.frames import DATA
-from kvxfer.testing.proxy import proxy
 from tests.conftest import slack
 from tests.dataplane.test_plane import sides
 from tests.nodes import until
+from tests.support.frames import DATA
+from tests.support.proxy import proxy
 
 LENGTH = 4096
 

@@ -16,11 +16,11 @@ from kvxfer.dataplane.plane import Part
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerLost
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.frames import DATA
-from kvxfer.testing.proxy import CUT, DOWN, RESET, SILENCE, UP, Proxy, proxy
 from tests.conftest import slack
 from tests.dataplane.test_plane import Side, sides
 from tests.nodes import until
+from tests.support.frames import DATA
+from tests.support.proxy import CUT, DOWN, RESET, SILENCE, UP, Proxy, proxy
 
 LENGTH = 4096
 

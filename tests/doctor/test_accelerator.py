@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer import cli
+from kvxfer.doctor.ascend import ask_libraries
 from kvxfer.doctor.facts import Accelerator
-from kvxfer.doctor.probe_ascend import ask_libraries
 from kvxfer.doctor.report import SIMULATED
 from tests.native.ascend_sim.build import build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvxfer.doctor.finding import Group
+from kvxfer.doctor.facts import Group
 from kvxfer.doctor.report import SIMULATED, as_json, as_text
 
 ONE, TWO = Group("one"), Group("two")

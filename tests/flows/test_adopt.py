@@ -12,9 +12,9 @@ from kvxfer.errors import ClosedError, PeerLost, ProtocolError, UsageError
 from kvxfer.flows.adopt import _parse
 from kvxfer.geometry import BlockTable
 from kvxfer.planner import contiguous_layout
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
 from tests.nodes import until
 from tests.steps import Pair, pair
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 TABLE = scattered(1, 8, 40, 16)
 

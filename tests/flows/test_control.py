@@ -16,13 +16,13 @@ import pytest
 import kvxfer
 from kvxfer.client import Client
 from kvxfer.config import Config
-from kvxfer.deadline import ANSWER, Deadline
 from kvxfer.errors import ClosedError, DaemonUnavailable, KvxferError, PeerLost, PeerUnreachable, TransferTimeout
 from kvxfer.flows.control import UNSENT_MAX, Control
 from kvxfer.server import Server
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry
+from kvxfer.tasks import ANSWER, Deadline
 from kvxfer.wire import messages as m
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry
 
 
 class Node:

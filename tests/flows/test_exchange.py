@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvxfer
-from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     AccessDenied,
     GeometryMismatch,
@@ -38,8 +37,9 @@ from kvxfer.flows.exchange import POSTING_VERSION, Posting, Reaching, negotiate,
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import Status
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
+from kvxfer.tasks import Deadline
 from tests.conftest import slack
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
 
 TRANSPORTS = ["shm", "tcp"]
 POOL = 12

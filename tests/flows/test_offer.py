@@ -10,7 +10,6 @@ import pytest
 
 from kvxfer.client import Client
 from kvxfer.dataplane.plane import Part
-from kvxfer.deadline import Deadline
 from kvxfer.embedded import local
 from kvxfer.errors import (
     ClosedError,
@@ -33,11 +32,12 @@ from kvxfer.flows.push import Push
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
+from kvxfer.tasks import Deadline
 from kvxfer.wire import tags
 from kvxfer.wire.messages import Claim, PostingEvent
 from tests.conftest import slack
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
 
 TABLE = scattered(1, 8, 40, 16)
 

@@ -11,7 +11,6 @@ import pytest
 import kvxfer
 from kvxfer.client import Client
 from kvxfer.dataplane.plane import Part
-from kvxfer.deadline import Deadline
 from kvxfer.errors import (
     ClosedError,
     GeometryMismatch,
@@ -26,11 +25,12 @@ from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import Posting
 from kvxfer.flows.tickets import as_ticket
 from kvxfer.native.engine import OpKind
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
+from kvxfer.tasks import Deadline
 from kvxfer.wire import tags
 from kvxfer.wire.messages import Claim, PostingEvent
 from tests.conftest import slack
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry, two_nodes
 
 TABLE = scattered(1, 8, 40, 16)
 

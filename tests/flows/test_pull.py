@@ -19,9 +19,9 @@ from kvxfer.flows.publish import Publication
 from kvxfer.flows.pull import divide
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
 from kvxfer.memory.region import KVCache
-from kvxfer.testing.nodes import make_cache, small_geometry, two_nodes
 from tests.conftest import slack
 from tests.nodes import until
+from tests.support.nodes import make_cache, small_geometry, two_nodes
 
 TOKENS = 40
 

@@ -13,9 +13,9 @@ import kvxfer
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import ClosedError, KvxferError, LeaseExpired, PeerLost, TransferTimeout, UsageError
 from kvxfer.flows.push import LAYERS_IN_FLIGHT_MAX
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from kvxfer.wire.messages import PostingEvent
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry, two_nodes
 
 TABLE = scattered(1, 8, 40, 16)
 

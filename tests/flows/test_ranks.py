@@ -12,9 +12,9 @@ import pytest
 import kvxfer
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache
-from kvxfer.testing.nodes import two_nodes
 from tests import ranks
 from tests.ranks import CASES, Case, Rank
+from tests.support.nodes import two_nodes
 
 UNTOUCHED = 0  # no value of the model
 

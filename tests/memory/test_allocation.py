@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.dataplane.mapped import map_host
+from kvxfer.dataplane.exports import map_host
 from kvxfer.errors import (
     AlignmentError,
     KvxferError,
@@ -31,9 +31,9 @@ from kvxfer.errors import (
 from kvxfer.memory import allocation, numa
 from kvxfer.memory.allocation import kind_of, wish
 from kvxfer.native.engine import MemoryKind
-from kvxfer.testing.nodes import make_cache, read_tokens, scattered, small_geometry
 from tests.native.simulated import ROOT, simulated
 from tests.nodes import until
+from tests.support.nodes import make_cache, read_tokens, scattered, small_geometry
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"hbm_arena_bytes": 4 * MIB, "pinned_arena_bytes": 2 * MIB}
@@ -119,7 +119,7 @@ assert libc.prctl(22, 2, fprog, 0, 0) == 0
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(message)s")
 
 import kvxfer
-from kvxfer.dataplane.mapped import map_host
+from kvxfer.dataplane.exports import map_host
 
 async def main():
     async with kvxfer.local() as client:

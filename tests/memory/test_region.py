@@ -12,8 +12,8 @@ import pytest
 import kvxfer
 from kvxfer.errors import InvalidLength, KvxferError, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable
-from kvxfer.testing.nodes import make_cache, scattered, small_geometry, two_nodes
 from tests.nodes import until
+from tests.support.nodes import make_cache, scattered, small_geometry, two_nodes
 
 
 class Memory(np.ndarray):

@@ -12,7 +12,7 @@ import pytest
 
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
 from kvxfer.memory.sources import at_address, borrow
-from kvxfer.native.facts import MemoryKind
+from kvxfer.native.types import MemoryKind
 
 
 @pytest.mark.parametrize(

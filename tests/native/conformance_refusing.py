@@ -19,8 +19,8 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import EventKind, OpKind
-from kvxfer.native.facts import Caps
 from kvxfer.native.status import Status
+from kvxfer.native.types import Caps
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, WRITE, Pair, Reach, segments, settled
 
 U64_MAX = 2**64 - 1

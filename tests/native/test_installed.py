@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.doctor.probe_peers import ask_status, probe_peers
+from kvxfer.doctor.network import ask_status, probe_peers
 from kvxfer.native.ascend import AscendFacts, probe
 from kvxfer.native.engine import MemoryKind
 from kvxfer.native.installed import LIBRARY, installed

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvxfer.native.facts import GrantInfo
+from kvxfer.native.types import GrantInfo
 from tests.native import kvxd
 from tests.native.conformance import BOTH, MIB
 from tests.native.kvxd import Speaker, Type

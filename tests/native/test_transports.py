@@ -12,8 +12,8 @@ import pytest
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerUnreachable, TransportUnavailable
-from kvxfer.native.facts import EngineConfig
 from kvxfer.native.transports import accelerators_likely, expanded
+from kvxfer.native.types import EngineConfig
 from tests.native.simulated import simulated
 
 ROOT = Path(__file__).parents[2]

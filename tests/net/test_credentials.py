@@ -12,8 +12,7 @@ from kvxfer.config import Config
 from kvxfer.config.sources import SECRETS_MAX, read_secret_file
 from kvxfer.config.user_secret import secret_in_memory
 from kvxfer.errors import ConfigError
-from kvxfer.net.credentials import Credentials
-from kvxfer.net.keys import NodeKeys
+from kvxfer.net.credentials import Credentials, NodeKeys
 from tests.certificates import Authority
 
 pytestmark = pytest.mark.once

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing.sim import liveness
-from kvxfer.testing.sim.loop import Process, SimLoop, run_in
-from kvxfer.testing.sim.network import Host
-from kvxfer.testing.sim.run import Plan, Simulation
-from kvxfer.testing.sim.world import World
+from tests.support.sim import liveness
+from tests.support.sim.loop import Process, SimLoop, run_in
+from tests.support.sim.network import Host
+from tests.support.sim.run import Plan, Simulation
+from tests.support.sim.world import World
 
 pytestmark = pytest.mark.once
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing.sim.mutations import MUTATIONS
-from kvxfer.testing.sim.report import replay_command
-from kvxfer.testing.sim.run import Plan, Simulation, simulate
+from tests.support.sim.mutations import MUTATIONS
+from tests.support.sim.report import replay_command
+from tests.support.sim.run import Plan, Simulation, simulate
 
 pytestmark = pytest.mark.once
 
@@ -43,7 +43,7 @@ PLANS = {  # what shows itself in one kind of trouble only
 
 
 def play(*arguments: str, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvxfer.testing.sim", *arguments]
+    command = [sys.executable, "-m", "tests.support.sim", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -98,7 +98,7 @@ def test_a_failing_seed_says_how_to_see_it_again() -> None:
     assert done.returncode == 1
     assert "seed 0 FAILED" in done.stdout
     assert "the events before the first of them:" in done.stdout
-    command = re.search(r"replay it with: python -m kvxfer.testing.sim (.*)", done.stdout)
+    command = re.search(r"replay it with: python -m tests.support.sim (.*)", done.stdout)
     assert command, done.stdout
     again = play(*command[1].split())
     assert again.returncode == 1

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvxfer.deadline import Deadline
 from kvxfer.errors import VersionMismatch
 from kvxfer.rendezvous.postings import Party
 from kvxfer.rendezvous.routes import Routes
-from kvxfer.testing.sim.grants import UNKNOWN_S
-from kvxfer.testing.sim.loop import run_in
-from kvxfer.testing.sim.network import Host
-from kvxfer.testing.sim.run import Plan, Simulation
-from kvxfer.testing.sim.versions import LATER, NEXT, OLDER, PRESENT, Speech, older
-from kvxfer.testing.sim.world import World
+from kvxfer.tasks import Deadline
 from kvxfer.wire.session import VERSIONS
+from tests.support.sim.grants import UNKNOWN_S
+from tests.support.sim.loop import run_in
+from tests.support.sim.network import Host
+from tests.support.sim.run import Plan, Simulation
+from tests.support.sim.versions import LATER, NEXT, OLDER, PRESENT, Speech, older
+from tests.support.sim.world import World
 
 pytestmark = pytest.mark.once
 QUIET = Plan(hosts=3, workers=6, flows=40, faults=False, span_s=0.5)

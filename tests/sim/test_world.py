@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvxfer.native.engine import Engine
-from kvxfer.testing.sim.engine import SimEngine
-from kvxfer.testing.sim.loop import Process, SimLoop, Stuck, run_in
-from kvxfer.testing.sim.network import Host, Network, SimTransport
+from tests.support.sim.engine import SimEngine
+from tests.support.sim.loop import Process, SimLoop, Stuck, run_in
+from tests.support.sim.network import Host, Network, SimTransport
 
 pytestmark = pytest.mark.once
 
