@@ -7,7 +7,7 @@ revokes the write access; when the engine says that nothing can write any more, 
 a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
 lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
 landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
-is `BusyError` at once, or after the time that the asker wants to stand in line (`landing_line.py`). Where the memory is
+is `BusyError` at once, or after the time that the asker wants to stand in line (`Line` below). Where the memory is
 (`LandingPool` below): host memory, or the least loaded of some cards.
 """
 

@@ -1,6 +1,6 @@
 """Reaching other engines: which transport leads to a descriptor's owner, connections, and imported grants.
 
-A descriptor is resolved once for each kind of memory of ours that is used with it (`choice.py`). The transports are
+A descriptor is resolved once for each kind of memory of ours that is used with it. The transports are
 tried in order, each with the owner's candidate endpoints, until one both connects and can import the grant; the reasons
 of those passed over are kept (`choices`). Connecting and importing are shared by everybody who waits for the same, and
 go on when one of them gives up.
@@ -309,7 +309,7 @@ class Route:
     imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
     held: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
-    used: int = 0  # see `idle.py`
+    used: int = 0  # see `Idle`
     importing: int = 0
     fresh: bool = True  # made for an import that has yet to begin
     heard: float = 0.0  # when the other side was last known to answer over it, on the loop's clock

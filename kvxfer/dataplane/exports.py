@@ -1,6 +1,6 @@
 """Our memory as peers see it: regions, the grants that let them in, and what they tell through these.
 
-A grant that nobody watches yet keeps its notices for a while (`early.py`), since peers may be faster than we are.
+A grant that nobody watches yet keeps its notices for a while, since peers may be faster than we are.
 """
 
 from __future__ import annotations

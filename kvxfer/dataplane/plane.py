@@ -460,7 +460,7 @@ class DataPlane:
     # -- looking at a peer's memory in place ------------------------------------------------------------------
 
     async def resolve_mapped(self, descriptor: RemoteDescriptor) -> Import:
-        """The import of memory that is to be looked at (`mapped.py`); stays until `unmap`."""
+        """The import of memory that is to be looked at; stays until `unmap`."""
         found = await self._resolve(descriptor, None, mapped=True)
         found.users += 1
         return found
