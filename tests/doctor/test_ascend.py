@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.doctor.test_host import plant
 
 from kvxfer.doctor import ascend as module
 from kvxfer.doctor.ascend import ask_libraries, probe_ascend, read_link
 from kvxfer.doctor.facts import Accelerator, Card, CardLink
+from tests.doctor.test_host import plant
 
 TOOL = """#!/bin/sh
 case "$2 $3" in

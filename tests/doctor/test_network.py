@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.doctor.test_host import plant
 
 from kvxfer.config import Config
 from kvxfer.config.user_secret import make_user_secret
 from kvxfer.doctor.facts import RdmaPort
 from kvxfer.doctor.network import probe_network
+from tests.doctor.test_host import plant
 from tests.nodes import node
 
 
