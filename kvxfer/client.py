@@ -26,7 +26,7 @@ import numpy as np
 from kvxfer.addresses import as_node, parse_address
 from kvxfer.config import Config, load
 from kvxfer.config.paths import counters_path, daemon_socket, engine_dir, socket_dir
-from kvxfer.dataplane.plane import DataPlane, Part
+from kvxfer.dataplane.plane import DataPlane, WorkRequest
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor
 from kvxfer.errors import AccessDenied, ClosedError, ForkedClientError, KvxferError, UsageError, WrongThread
@@ -483,7 +483,7 @@ class Client(ClientLife):
 
     def _many(self, kind: OpKind, moves: Sequence[Move], atomic: bool, timeout: float | None, priority: str) -> Group:
         these = check_moves(moves)
-        way = _Way(self, self.plane, kind, Priority.of(priority))
+        way = _ClientMoves(self, self.plane, kind, Priority.of(priority))
         return Group(way, these, indexes=range(len(these)), atomic=atomic, timeout=self._limit(timeout))
 
     def _limit(self, timeout: float | None) -> float:
@@ -497,7 +497,7 @@ class Client(ClientLife):
         remote: RemoteDescriptor,
         remote_offset: int,
         notify: tuple[int, int] | None = None,
-    ) -> Part:
+    ) -> WorkRequest:
         right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
         if isinstance(local, Span):
             region, offset, length = local.region, local.offset, local.length
@@ -512,7 +512,7 @@ class Client(ClientLife):
         check_span(remote_offset, length, remote.length, "the remote memory")
         if not remote.access & right:
             raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
-        return Part(
+        return WorkRequest(
             kind=kind,
             region=region.id,
             descriptor=remote,
@@ -717,7 +717,7 @@ def _request_id(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ClientMoves:
     """See `many.Way`: puts or gets of one client."""
 
     client: Client
@@ -731,5 +731,5 @@ class _Way:
     def start(self, move: Move, timeout: float) -> Transfer:
         return self.plane.start((self._part(move),), timeout=timeout, peer=move.remote.node_id, priority=self.priority)
 
-    def _part(self, move: Move) -> Part:
+    def _part(self, move: Move) -> WorkRequest:
         return self.client._part(self.plane, self.kind, move.local, move.remote, move.remote_offset)

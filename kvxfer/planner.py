@@ -162,7 +162,7 @@ class Plan:
             )
         return _merge([group.write_out(target[1]) for group in groups if group.count])
 
-    def _groups(self, source: Strides, target: Strides) -> list[_Group]:
+    def _groups(self, source: Strides, target: Strides) -> list[_PieceGroup]:
         ours, theirs = self._source.geometry, self._target.geometry
         pieces, block_tokens = self._pieces, ours.block_tokens
         full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
@@ -178,7 +178,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Group:
+class _PieceGroup:
     """Pieces that are written out alike: per piece a fragment of ``unit`` bytes for every index along ``axes``.
 
     ``bases`` has shape (2, pieces). ``stepped`` is the token axis where the tokens of a piece do not touch and each has
@@ -216,7 +216,7 @@ class _Group:
         return rows.reshape(-1, 3)
 
 
-def _group(axes: list[_Axis], tokens: _Axis | None, lengths: Ints, bases: Ints, unit: int) -> _Group:
+def _group(axes: list[_Axis], tokens: _Axis | None, lengths: Ints, bases: Ints, unit: int) -> _PieceGroup:
     """Fold every axis that runs on without a gap on both sides into the unit; then the tokens, if they run on too."""
     left = [axis for axis in axes if axis.extent > 1]
     while folded := next((axis for axis in left if axis.runs_on(unit)), None):
@@ -225,7 +225,7 @@ def _group(axes: list[_Axis], tokens: _Axis | None, lengths: Ints, bases: Ints, 
     if tokens is None:
         lengths = np.ones_like(lengths)
     stepped = tokens if tokens is not None and not tokens.runs_on(unit) else None
-    return _Group(axes=tuple(left), stepped=stepped, tokens=lengths, bases=bases, unit=unit)
+    return _PieceGroup(axes=tuple(left), stepped=stepped, tokens=lengths, bases=bases, unit=unit)
 
 
 def _pair(source: int, target: int) -> Ints:

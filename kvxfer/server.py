@@ -42,7 +42,7 @@ from kvxfer.daemon.acceptor import Acceptor, Allowed
 from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.daemon.forward import Forwarder, settle_late
 from kvxfer.daemon.http import HttpServer, Response
-from kvxfer.daemon.landing import LandingPool
+from kvxfer.daemon.landing import StagingPool
 from kvxfer.daemon.metrics import CONTENT_TYPE, Distribution, EngineCounters, Metrics, Sample, known_code
 from kvxfer.daemon.pool import Pool
 from kvxfer.dataplane.plane import DataPlane
@@ -553,7 +553,7 @@ class Server:
         self.allowed = Allowed(config)
         self.forwarder = Forwarder(self.pool, self.dispatcher, self._tasks, config, clock, self._rng)
         self.dispatcher.forwarding = self.forwarder
-        self.landings = LandingPool(self.plane, self.dispatcher, self._tasks, config, clock)
+        self.landings = StagingPool(self.plane, self.dispatcher, self._tasks, config, clock)
         self.dispatcher.landings = self.landings
 
     async def _accept(self, unix: socket.socket, tcp: socket.socket) -> None:

@@ -20,7 +20,7 @@ import pytest
 import kvxfer
 from examples.child_processes import python_process
 from examples.remote_worker import Remote, serve
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.geometry import CacheLayout, LayerPlacement
 from kvxfer.memory.region import KVCache
@@ -197,7 +197,7 @@ async def test_parts_on_several_cards_run_side_by_side() -> None:
             for number, region in enumerate(sources):
                 await region.write(0, np.full(MIB, number + 1, dtype=np.uint8))
             parts = [
-                Part(kind=OpKind.PUT, region=source.id, descriptor=target.descriptor("w"), span=(0, 0, MIB))
+                WorkRequest(kind=OpKind.PUT, region=source.id, descriptor=target.descriptor("w"), span=(0, 0, MIB))
                 for source, target in zip(sources, far, strict=True)
             ]
             for part in parts:

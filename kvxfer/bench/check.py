@@ -20,7 +20,7 @@ NOISY = ("p90_us", "p99_us", "max_us", "p99_ms", "p50_times", "p99_times", "open
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RatioVerdict:
     """One ratio then and now; ``change`` is how much worse it is (0.1: a tenth), negative when it is better."""
 
     transport: str
@@ -46,7 +46,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
 
 def judge(
     rows: Sequence[Row], baseline: Sequence[Row], transports: Sequence[str], workloads: Sequence[str]
-) -> list[Verdict]:
+) -> list[RatioVerdict]:
     """Every ratio of the baseline that this run was asked to measure. Raises `UsageError` when there is none."""
     now = ratios(rows)
     measured = {*workloads, *(["W5"] if "W2" in workloads else [])}
@@ -59,7 +59,7 @@ def judge(
         worse = 0.0
         if value is not None:
             worse = before / value - 1 if better_of(metric) == "higher" else value / before - 1
-        found.append(Verdict(transport, workload, metric, before, value, worse))
+        found.append(RatioVerdict(transport, workload, metric, before, value, worse))
     if not found:
         raise UsageError(
             "nothing of the baseline was measured in this run",
@@ -68,7 +68,7 @@ def judge(
     return found
 
 
-def report(verdicts: Sequence[Verdict], tolerance: float) -> str:
+def report(verdicts: Sequence[RatioVerdict], tolerance: float) -> str:
     """The comparison as text, worst first."""
     lines = [
         (

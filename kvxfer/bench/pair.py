@@ -20,7 +20,7 @@ from kvxfer.bench.child import Child, child, cpu_s, module
 from kvxfer.bench.target import POOL_NAME, USER_NAME
 from kvxfer.bench.work import Layout, Segments, Sizes, checksum, fill
 from kvxfer.client import Client
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.embedded import local
@@ -67,7 +67,7 @@ class Side:
     def parts(self, direction: str, segments: Segments, *, at_once: int) -> Transfer:
         """One transfer of scattered blocks, at most ``at_once`` of them in one submit."""
         parts = [
-            Part(
+            WorkRequest(
                 kind=KINDS[direction],
                 region=self.region.id,
                 descriptor=self.remote,

@@ -37,7 +37,7 @@ Step = Callable[[], Awaitable[list[Row]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """What to measure. ``workloads`` in the order of the run; ``limit_s`` None: exactly ``rounds``."""
 
     workloads: tuple[str, ...]
@@ -66,7 +66,7 @@ class Result:
 class Run:
     """One run; `execute` does it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         self._result = Result(machine=machine.describe())
         self._samples: list[Row] = []

@@ -93,7 +93,7 @@ def plan_of(args: argparse.Namespace) -> Any:
     from kvxfer.bench.goals import GOALS_PEERS
     from kvxfer.bench.rivals import RIVALS
     from kvxfer.bench.rows import WORKLOADS
-    from kvxfer.bench.run import Plan
+    from kvxfer.bench.run import BenchPlan
     from kvxfer.bench.work import SIZES
 
     workloads = chosen(args.workloads, tuple(WORKLOADS), "--workloads")
@@ -111,7 +111,7 @@ def plan_of(args: argparse.Namespace) -> Any:
             raise UsageError("--peers is out of range", value=peers, limit=PEERS_MAX)
         sizes = replace(sizes, peers=peers)
     compare = chosen(args.compare, tuple(RIVALS), "--compare") if args.compare else ()
-    return Plan(
+    return BenchPlan(
         workloads=workloads,
         transports=chosen(args.transports, tuple(TRANSPORTS_DEFAULT.split(",")), "--transports"),
         rounds=rounds,

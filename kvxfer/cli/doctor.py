@@ -55,7 +55,7 @@ def examine(loaded: Loaded, args: argparse.Namespace) -> int:
     """With a configuration that makes sense."""
     import asyncio
 
-    from kvxfer.doctor.facts import State, worst
+    from kvxfer.doctor.facts import FindingState, worst
     from kvxfer.doctor.report import as_json, as_text, gather, judge
 
     if sys.stderr.isatty():
@@ -64,4 +64,4 @@ def examine(loaded: Loaded, args: argparse.Namespace) -> int:
     findings = list(judge(facts, loaded))
     show = as_json if args.json else as_text
     print(show(findings, simulated=facts.ascend.accelerator.simulated))
-    return 1 if worst(findings) is State.PROBLEM else 0
+    return 1 if worst(findings) is FindingState.PROBLEM else 0

@@ -30,7 +30,7 @@ from kvxfer.config import Config, Loaded, load
 from kvxfer.config.options import nearest
 from kvxfer.dataplane.connections import moved
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.doctor.facts import State
+from kvxfer.doctor.facts import FindingState
 from kvxfer.doctor.network import ask_status, judge_toolkits
 from kvxfer.embedded import local
 from kvxfer.errors import IntegrityError, KvxferError, UnknownTransfer, UsageError
@@ -68,7 +68,7 @@ The shared secret comes from KVXFER_SECRET_FILE or from --config FILE, as for th
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PingRow:
     """One measured path: latencies in microseconds, rate of the whole region in GB/s (0: not measured)."""
 
     path: str
@@ -80,7 +80,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PingPath:
     """A transport between two memories: usable or not, and why."""
 
     transport: str
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -> int:
     options = _options(loaded, args.timeout)
     wanted = tuple(args.transport or names_of(loaded.config.transports))
-    run = Run(node, args, options, wanted)
+    run = PingRun(node, args, options, wanted)
     try:
         async with local(**options) as client:
             peer = await client.connect(node, timeout=args.timeout + 1)
@@ -165,7 +165,7 @@ async def _ping(node: Sequence[str], args: argparse.Namespace, loaded: Loaded) -
 
 
 @dataclass(slots=True)
-class Run:
+class PingRun:
     """One call of the command: what it was asked, and what it has measured."""
 
     node: Sequence[str]
@@ -174,8 +174,8 @@ class Run:
     wanted: Sequence[str]
     infos: dict[str, TransportInfo] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # of transports that are no way to this node at all
-    rows: list[Row] = field(default_factory=list)
-    ways: list[Way] = field(default_factory=list)
+    rows: list[PingRow] = field(default_factory=list)
+    ways: list[PingPath] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     async def targets(self, client: Client) -> dict[MemoryKind, RemoteDescriptor]:
@@ -219,7 +219,7 @@ class Run:
         if not why and not self.infos[name].reaches(here, there):
             why = f"moves {moved(self.infos[name])}"
         if why:
-            self.ways.append(Way(name, False, why, pair))
+            self.ways.append(PingPath(name, False, why, pair))
             return
         _progress(f"measuring {name}, {pair} ...")
         try:
@@ -230,10 +230,10 @@ class Run:
             raise
         except KvxferError as error:
             _, _, reasons = error.message.partition("; ")
-            self.ways.append(Way(name, False, reasons or str(error), pair))
+            self.ways.append(PingPath(name, False, reasons or str(error), pair))
             return
         self.rows.extend(measured)
-        self.ways.append(Way(name, True, why, pair))
+        self.ways.append(PingPath(name, True, why, pair))
         if MemoryKind.HBM in (here, there) and not self.notes:
             self.notes.extend(await asyncio.to_thread(_about_accelerators))
 
@@ -249,7 +249,7 @@ async def _versions(given: str, node: Sequence[str], config: Config, timeout: fl
     here = await asyncio.to_thread(installed)
     status = await ask_status(node, config, timeout) if here else {}
     findings = judge_toolkits(given, here, status.get("accelerator"))
-    return [f"{one.check}: {one.found}; {one.advice}" for one in findings if one.state is not State.OK]
+    return [f"{one.check}: {one.found}; {one.advice}" for one in findings if one.state is not FindingState.OK]
 
 
 def _about_accelerators() -> list[str]:
@@ -277,7 +277,7 @@ async def _data_path(
     name: str,
     pair: tuple[MemoryKind, MemoryKind],
     args: argparse.Namespace,
-) -> tuple[list[Row], str]:
+) -> tuple[list[PingRow], str]:
     """Latency of one block both ways, rate of the whole region; and what to say about the transport."""
     here, there = pair
     device: Any = int(args.device) if args.device.isdecimal() else args.device
@@ -309,7 +309,7 @@ async def _data_path(
     writes = await _measure(f"{name}{between} put 4 KiB", args.count, put)
     reads = await _measure(f"{name}{between} get 4 KiB", args.count, get)
     whole = await _measure("", WHOLE_COUNT, lambda: client.put(ours, target, timeout=args.timeout))
-    rated = Row(writes.path, writes.p50, writes.p90, writes.p99, writes.worst, target.length / whole.p50 / 1e3)
+    rated = PingRow(writes.path, writes.p50, writes.p90, writes.p99, writes.worst, target.length / whole.p50 / 1e3)
     far = "over the network" if info.moves(MemoryKind.DRAM) else "between accelerators"
     way = "memory of this host" if info.same_host else far
     copies = f"{info.copies_per_byte:g} {'copy' if info.copies_per_byte == 1 else 'copies'} per byte"
@@ -317,7 +317,7 @@ async def _data_path(
     return [rated, reads], f"{way}{sealed}, {copies}, connected in {connect_ms:.1f} ms"
 
 
-async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]]) -> Row:
+async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]]) -> PingRow:
     await once()
     taken = []
     for _ in range(count):
@@ -325,10 +325,10 @@ async def _measure(path: str, count: int, once: Callable[[], Awaitable[object]])
         await once()
         taken.append((time.perf_counter() - started) * 1e6)
     p50, p90, p99 = np.percentile(taken, [50, 90, 99])
-    return Row(path, float(p50), float(p90), float(p99), max(taken))
+    return PingRow(path, float(p50), float(p90), float(p99), max(taken))
 
 
-def table(rows: Sequence[Row], whole_bytes: int) -> str:
+def table(rows: Sequence[PingRow], whole_bytes: int) -> str:
     """The rows as text: latencies in microseconds."""
     rate_title = f"{whole_bytes / (1 << 20):g} MiB GB/s"
     width = max(14, *(len(row.path) + 2 for row in rows))
@@ -339,7 +339,7 @@ def table(rows: Sequence[Row], whole_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def explain(ways: Sequence[Way]) -> str:
+def explain(ways: Sequence[PingPath]) -> str:
     """One line per transport, in order of preference, for each pair of memories: the first usable one is taken."""
     blocks = []
     pairs = list(dict.fromkeys(way.pair for way in ways))

@@ -7,8 +7,8 @@ revokes the write access; when the engine says that nothing can write any more, 
 a `landing` that a local worker adopts without a copy. Whatever ends either posting (a settlement, a dead worker, the
 lease) leads to the same place: access is revoked, and when it is quiet the memory is zeroed and free for the next
 landing, so that nobody reads what an earlier request left. The pool's capacity is fixed; when it is in use, the answer
-is `BusyError` at once, or after the time that the asker wants to stand in line (`Line` below). Where the memory is
-(`LandingPool` below): host memory, or the least loaded of some cards.
+is `BusyError` at once, or after the time that the asker wants to wait (`StagingQueue` below). Where the memory is
+(`BufferCache` below): host memory, or the least loaded of some cards.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ZEROS = bytes(4 << 20)  # a card's memory is cleared from here
 
 
 @dataclass(slots=True, eq=False)
-class Pieces:
+class BufferCache:
     """One part of the pool: at most ``bytes_max``, kept pieces included. ``device`` None: host memory."""
 
     engine: Engine
@@ -157,10 +157,10 @@ class Pieces:
         return region
 
 
-def parts_of(engine: Engine, config: Config) -> tuple[Pieces, ...]:
+def parts_of(engine: Engine, config: Config) -> tuple[BufferCache, ...]:
     """The parts that the configuration asks for. Raises `ConfigError` when this node cannot have them."""
     if config.landing_memory == "hbm":
-        pieces = partial(Pieces, engine, config.landing_bytes_max, PIECES_MAX)
+        pieces = partial(BufferCache, engine, config.landing_bytes_max, PIECES_MAX)
         return tuple(pieces(device=device) for device in _devices(engine, config))
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.landing_prewarm_bytes > host_bytes:
@@ -171,10 +171,10 @@ def parts_of(engine: Engine, config: Config) -> tuple[Pieces, ...]:
             accepted=f"at most {host_bytes}",
         )
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (Pieces(engine, config.landing_bytes_max, max(1, min(PIECES_MAX, descriptors // 4))),)
+    return (BufferCache(engine, config.landing_bytes_max, max(1, min(PIECES_MAX, descriptors // 4))),)
 
 
-def least_loaded_part(parts: Sequence[Pieces], size: int) -> Pieces:
+def least_loaded_part(parts: Sequence[BufferCache], size: int) -> BufferCache:
     """Where a landing of this size goes. Raises `BusyError` when no part has room."""
     held = [Held(part=number, bytes=part.used_bytes, fits=part.fits(size)) for number, part in enumerate(parts)]
     number = least_held(held)
@@ -183,7 +183,7 @@ def least_loaded_part(parts: Sequence[Pieces], size: int) -> Pieces:
     return parts[number]
 
 
-def full(parts: Sequence[Pieces], size: int, waiting: int = 0) -> BusyError:
+def full(parts: Sequence[BufferCache], size: int, waiting: int = 0) -> BusyError:
     """No part has room, or others have waited for it before."""
     return BusyError(
         "the landing pool is full",
@@ -250,7 +250,7 @@ class Room(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _QueuedLanding:
     number: int
     account: Hashable
     room: Callable[[], Room]
@@ -259,13 +259,13 @@ class _Waiting:
     passed: int = 0
 
 
-class Line:
+class StagingQueue:
     """All methods belong to the loop's thread. ``limit`` may wait at a time."""
 
     def __init__(self, limit: int) -> None:
         self._places = Shares(limit)
-        self._lines: dict[Hashable, OrderedDict[int, _Waiting]] = {}
-        self._by_request: dict[tuple[object, int], _Waiting] = {}
+        self._lines: dict[Hashable, OrderedDict[int, _QueuedLanding]] = {}
+        self._by_request: dict[tuple[object, int], _QueuedLanding] = {}
         self._last = 0
         self._error: KvxferError | None = None
 
@@ -348,15 +348,15 @@ class Line:
 
     def _enter(
         self, room: Callable[[], Room], account: Hashable, asked: tuple[object, int], looked: asyncio.Future[None]
-    ) -> _Waiting:
+    ) -> _QueuedLanding:
         self._last += 1
-        mine = _Waiting(self._last, account, room, asked, looked)
+        mine = _QueuedLanding(self._last, account, room, asked, looked)
         self._places.take(account)
         self._lines.setdefault(account, OrderedDict())[mine.number] = mine
         self._by_request[asked] = mine
         return mine
 
-    def _leave(self, mine: _Waiting) -> None:
+    def _leave(self, mine: _QueuedLanding) -> None:
         self._places.give(mine.account)
         line = self._lines[mine.account]
         del line[mine.number]
@@ -365,14 +365,14 @@ class Line:
         if self._by_request.get(mine.asked) is mine:
             del self._by_request[mine.asked]
 
-    def _first(self) -> list[_Waiting]:
+    def _first(self) -> list[_QueuedLanding]:
         """Those who came first, of each node and of all."""
         heads = (one for line in self._lines.values() for one in islice(line.values(), OF_EACH_MAX))
         return heapq.nsmallest(LOOKS_MAX, heads, key=lambda one: one.number)
 
-    def _turn(self) -> tuple[_Waiting, list[_Waiting]] | None:
+    def _turn(self) -> tuple[_QueuedLanding, list[_QueuedLanding]] | None:
         """Whose turn it is, and whom it passes; None: nobody's."""
-        passed: list[_Waiting] = []
+        passed: list[_QueuedLanding] = []
         for one in self._first():
             room = one.room()
             if room is Room.FITS:
@@ -395,7 +395,7 @@ WHY_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class StagingBuffer:
     """One landing from its request to the moment when its memory is quiet."""
 
     namespace: str
@@ -403,7 +403,7 @@ class Landing:
     length: int
     body: bytes = field(repr=False)
     lease_s: float
-    part: Pieces
+    part: BufferCache
     account: Hashable = None  # for whom it counts
     region: RegionInfo | None = None
     size: int = 0  # that counts as used in its part
@@ -417,7 +417,7 @@ class Landing:
     quiet: list[asyncio.Future[Event]] = field(default_factory=list)
 
 
-class LandingPool:
+class StagingPool:
     """All landings of one daemon: in each part of the pool at most `landing_bytes_max` bytes, kept pieces included."""
 
     def __init__(
@@ -428,15 +428,15 @@ class LandingPool:
         self._owner = owner
         self._bytes_max = config.landing_bytes_max
         self._wait_s_max = config.wait_s_max
-        self._line = Line(config.waiting_max)
+        self._line = StagingQueue(config.waiting_max)
         self._bodies = Shares(BODIES_BYTES_MAX)
         self._held = Shares(0)  # bytes of pieces, by who asked for them
         self._pieces = Shares(0)  # the same in numbers
         self._prewarm_bytes = config.landing_prewarm_bytes
         self._clock = clock
-        self._by_key: dict[tuple[str, str], Landing] = {}  # by namespace and key
-        self._by_posting: dict[str, Landing] = {}
-        self._allocating: dict[tuple[Link, int], Landing] = {}  # by the request that waits for it
+        self._by_key: dict[tuple[str, str], StagingBuffer] = {}  # by namespace and key
+        self._by_posting: dict[str, StagingBuffer] = {}
+        self._allocating: dict[tuple[Link, int], StagingBuffer] = {}  # by the request that waits for it
         self.parts = parts_of(plane.engine, config)
         self._held.limit = sum(part.bytes_max for part in self.parts)
         self._pieces.limit = sum(part.pieces_max for part in self.parts)
@@ -555,7 +555,7 @@ class LandingPool:
         account = self._account(link)
         if self._room(account, size) is not Room.FITS or not (in_turn or self._line.pass_all()):
             self._refuse_full(size)
-        landing = Landing(
+        landing = StagingBuffer(
             namespace=namespace,
             key=message.key,
             length=message.length,
@@ -584,21 +584,21 @@ class LandingPool:
             except KvxferError as error:
                 log.warning("cannot prewarm the landing pool: %s", error)
 
-    def _take(self, landing: Landing) -> None:
+    def _take(self, landing: StagingBuffer) -> None:
         size = rounded(landing.length)
         landing.region = landing.part.take(size)
         self._held.give(landing.account, landing.size)
         landing.size = size if landing.region is None else landing.region.length
         self._held.take(landing.account, landing.size)
 
-    def _give_back(self, landing: Landing) -> None:
+    def _give_back(self, landing: StagingBuffer) -> None:
         """Its memory, or its place for some, is free again."""
         self._held.give(landing.account, landing.size)
         self._pieces.give(landing.account)
         self._bodies.give(landing.account, _body_bytes(landing))
         self._line.look()
 
-    async def _allocate(self, landing: Landing, link: Link, message: m.Land) -> None:
+    async def _allocate(self, landing: StagingBuffer, link: Link, message: m.Land) -> None:
         """New memory for it; a card that others have filled is passed over for the next one."""
         untried = list(self.parts)
         while landing.region is None:
@@ -613,7 +613,7 @@ class LandingPool:
                     return
         self._offer(landing, link, message)
 
-    def _elsewhere(self, landing: Landing, untried: Sequence[Pieces], error: KvxferError) -> bool:
+    def _elsewhere(self, landing: StagingBuffer, untried: Sequence[BufferCache], error: KvxferError) -> bool:
         """Another part takes a landing for which its own had no memory after all."""
         if not isinstance(error, RegistrationError) or not any(part.fits(landing.size) for part in untried):
             return False
@@ -624,7 +624,7 @@ class LandingPool:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def _offer(self, landing: Landing, link: Link, message: m.Land) -> None:
+    def _offer(self, landing: StagingBuffer, link: Link, message: m.Land) -> None:
         """The memory is there: give the asker the single claim of a ticket for writing it."""
         try:
             if link.closed.done() or landing.given_up:
@@ -650,7 +650,7 @@ class LandingPool:
         if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
             self._end(landing, ClosedError("it could not be claimed"), tell=False)
 
-    def _post(self, landing: Landing, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
+    def _post(self, landing: StagingBuffer, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
         """Offer access to the memory, once; see `Dispatcher.post_own`."""
         return self._dispatcher.post_own(
             kind=kind,
@@ -661,7 +661,7 @@ class LandingPool:
             namespace=landing.namespace,
         )
 
-    def _grant(self, landing: Landing, access: int) -> bytes:
+    def _grant(self, landing: StagingBuffer, access: int) -> bytes:
         """Access to the memory, as the body of a posting."""
         assert landing.region is not None
         made: RemoteDescriptor = self._plane.memory.export(landing.region, 0, landing.length, access, landing.lease_s)
@@ -672,7 +672,7 @@ class LandingPool:
         )
         return packed
 
-    def _on_engine(self, landing: Landing, event: Event) -> None:
+    def _on_engine(self, landing: StagingBuffer, event: Event) -> None:
         if landing.ended or landing.committed:
             return
         if event.kind == EventKind.GRANT_LOST:
@@ -688,17 +688,17 @@ class LandingPool:
             elif kind == tags.ABORT:
                 self._end(landing, TransferCancelled(f"the push of {landing.key} was given up", by="peer"))
 
-    def _look_later(self, landing: Landing) -> None:
+    def _look_later(self, landing: StagingBuffer) -> None:
         asyncio.get_running_loop().call_later(WHY_S, self._vanished, landing)
 
-    def _vanished(self, landing: Landing) -> None:
+    def _vanished(self, landing: StagingBuffer) -> None:
         """The writer's connection has ended, unless there is another one by now."""
         if not landing.committed and not landing.ended and self._plane.engine.attached(landing.grant) <= 0:
             self._end(landing, PeerLost(f"the worker that pushed {landing.key} vanished before the commit"))
 
     # -- adopting --------------------------------------------------------------------------------------------
 
-    async def _publish(self, landing: Landing) -> None:
+    async def _publish(self, landing: StagingBuffer) -> None:
         """Committed: nothing may write any more; then it can be adopted."""
         self._revoke(landing)
         await asyncio.gather(*landing.quiet)
@@ -739,7 +739,7 @@ class LandingPool:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self, landing: Landing, why: KvxferError, *, tell: bool = True) -> None:
+    def _end(self, landing: StagingBuffer, why: KvxferError, *, tell: bool = True) -> None:
         if landing.ended:
             return
         landing.ended = True
@@ -756,18 +756,18 @@ class LandingPool:
         """They need not wait any longer; who comes later waits for the next push."""
         self._dispatcher.send_away(kind="landing", key=key, namespace=namespace, error=why)
 
-    def _forget(self, landing: Landing) -> None:
+    def _forget(self, landing: StagingBuffer) -> None:
         self._by_key.pop((landing.namespace, landing.key), None)
         for posting in (landing.ticket, landing.posting):
             if self._by_posting.pop(posting, None) is not None:
                 self._dispatcher.withdraw_own(posting, "the landing has ended")
 
-    def _revoke(self, landing: Landing) -> None:
+    def _revoke(self, landing: StagingBuffer) -> None:
         if landing.grant:
             landing.quiet.append(self._plane.memory.revoke(landing.grant))
             landing.grant = 0
 
-    async def _reuse(self, landing: Landing, region: RegionInfo) -> None:
+    async def _reuse(self, landing: StagingBuffer, region: RegionInfo) -> None:
         """Quarantine: the memory is used again only when no peer can reach it any more, and then holds zeros."""
         await asyncio.gather(*landing.quiet)
         await landing.part.clear(region, landing.length)
@@ -793,5 +793,5 @@ def _ended(key: str, event: act.Notify) -> KvxferError:
     return ended_by_other(event.code, f"{what}: {event.detail or event.code or event.what}")
 
 
-def _body_bytes(asked: m.Land | Landing) -> int:
+def _body_bytes(asked: m.Land | StagingBuffer) -> int:
     return ENTRY_BYTES + len(asked.body)

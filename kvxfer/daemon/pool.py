@@ -81,7 +81,7 @@ class Breaker:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Peer:
+class _PoolPeer:
     key: str
     addresses: tuple[str, ...]
     node_id: str
@@ -125,7 +125,7 @@ class Pool:
         self._backoff_s = config.reconnect_min_s
         self._backoff_s_max = min(config.reconnect_max_s, BACKOFF_S_MAX)
         self._sweeper: asyncio.TimerHandle | None = None
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PoolPeer] = {}
         self._aliases: dict[str, str] = {}
         self._closed = False
         self._closing: list[Link] = []
@@ -203,7 +203,7 @@ class Pool:
                 "the deadline passed while connecting to the peer", peer=peer.key, state=CONNECTING
             ) from None
 
-    async def _wait_for_breaker(self, peer: _Peer, patience_s: float) -> None:
+    async def _wait_for_breaker(self, peer: _PoolPeer, patience_s: float) -> None:
         until = self._clock() + patience_s
         while not self._closed and not peer.live and peer.connecting is None:
             now = self._clock()
@@ -256,7 +256,7 @@ class Pool:
 
     # -- connecting ----------------------------------------------------------------------------------
 
-    def _connect(self, peer: _Peer) -> asyncio.Future[Link]:
+    def _connect(self, peer: _PoolPeer) -> asyncio.Future[Link]:
         if self._closed:
             raise ClosedError("the peer pool is closed")
         now = self._clock()
@@ -275,7 +275,7 @@ class Pool:
         self._owner.spawn(self._attempt(peer, peer.connecting), f"connect {peer.key}")
         return peer.connecting
 
-    async def _attempt(self, peer: _Peer, result: asyncio.Future[Link]) -> None:
+    async def _attempt(self, peer: _PoolPeer, result: asyncio.Future[Link]) -> None:
         self.connects += 1
         began = self._clock()
         try:
@@ -299,7 +299,7 @@ class Pool:
         peer.breaker.succeeded()
         result.set_result(self._settle(peer, link))
 
-    async def _dial_making_room(self, peer: _Peer) -> Link:
+    async def _dial_making_room(self, peer: _PoolPeer) -> Link:
         """When this process is out of descriptors, idle links are given up for it, one at a time."""
         while True:
             try:
@@ -310,7 +310,7 @@ class Pool:
                     raise
                 await evicted.wait_closed()
 
-    def _settle(self, peer: _Peer, link: Link) -> Link:
+    def _settle(self, peer: _PoolPeer, link: Link) -> Link:
         """Make ``link`` the peer's one link, unless another entry turned out to be the same process."""
         facts = link.peer
         other = self._peers.get(facts.node_id)
@@ -328,7 +328,7 @@ class Pool:
         self._sweep_at(self._idle_s)
         return link
 
-    def _failed(self, peer: _Peer, failure: KvxferError) -> None:
+    def _failed(self, peer: _PoolPeer, failure: KvxferError) -> None:
         peer.connecting = None
         self.connect_failures += 1
         now = self._clock()
@@ -350,18 +350,18 @@ class Pool:
             peer.suppressed += 1
         self._retry_later(peer, backoff_s)
 
-    def _lost(self, peer: _Peer, link: Link) -> None:
+    def _lost(self, peer: _PoolPeer, link: Link) -> None:
         if peer.link is link:
             peer.link = None
             self._retry_later(peer, peer.breaker.backoff_s * self._rng.random())
 
-    def _retry_later(self, peer: _Peer, delay_s: float) -> None:
+    def _retry_later(self, peer: _PoolPeer, delay_s: float) -> None:
         if peer.keep and not self._closed:
             if peer.retry is not None:
                 peer.retry.cancel()
             peer.retry = asyncio.get_running_loop().call_later(delay_s, self._reconnect, peer)
 
-    def _reconnect(self, peer: _Peer) -> None:
+    def _reconnect(self, peer: _PoolPeer) -> None:
         if self._closed or peer.live or peer.connecting is not None:
             return
         try:
@@ -371,7 +371,7 @@ class Pool:
 
     # -- the table -----------------------------------------------------------------------------------
 
-    def _peer(self, addresses: tuple[str, ...], node_id: str, newest: bool = True) -> _Peer:
+    def _peer(self, addresses: tuple[str, ...], node_id: str, newest: bool = True) -> _PoolPeer:
         key = node_id or ",".join(addresses)
         key = self._aliases.get(key, key)
         peer = self._peers.get(key)
@@ -380,14 +380,14 @@ class Pool:
                 raise PeerUnreachable("no address of this node is known", peer=node_id)
             self._forget_oldest()
             breaker = Breaker(backoff_s=self._backoff_s, backoff_s_max=self._backoff_s_max)
-            peer = _Peer(key=key, addresses=addresses, node_id=node_id, breaker=breaker, used_at=self._clock())
+            peer = _PoolPeer(key=key, addresses=addresses, node_id=node_id, breaker=breaker, used_at=self._clock())
             self._peers[key] = peer
         elif node_id and addresses and newest and peer.addresses != addresses:
             peer.addresses = addresses
             peer.breaker.next_at = 0.0  # it has opened for other ones
         return peer
 
-    def _rename(self, peer: _Peer, node_id: str) -> None:
+    def _rename(self, peer: _PoolPeer, node_id: str) -> None:
         """Found out by connecting who it is: later callers may come by node id or by these addresses."""
         self._peers.pop(peer.key, None)
         self._aliases[peer.key] = node_id
@@ -397,19 +397,19 @@ class Pool:
         peer.key = node_id
         self._peers[node_id] = peer
 
-    def _alias(self, peer: _Peer, other: _Peer) -> None:
+    def _alias(self, peer: _PoolPeer, other: _PoolPeer) -> None:
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
         if peer.key != other.key:
             self._aliases[peer.key] = other.key
         other.keep, peer.keep = other.keep or peer.keep, False
 
-    def _make_room(self, wanted: _Peer) -> None:
+    def _make_room(self, wanted: _PoolPeer) -> None:
         holding = [peer for peer in self._peers.values() if peer.live or peer.connecting is not None]
         if len(holding) >= self._links_max and self._evict(wanted) is None:
             raise ResourceExhausted("every peer link is in use", peer=wanted.key, limit=self._links_max, retryable=True)
 
-    def _evict(self, wanted: _Peer) -> Link | None:
+    def _evict(self, wanted: _PoolPeer) -> Link | None:
         """Close the link that was idle for longest; None when all are in use."""
         idle = [peer for peer in self._peers.values() if peer.live and not self._busy(peer) and peer is not wanted]
         if not idle:
@@ -431,7 +431,7 @@ class Pool:
         if len(self._aliases) >= limit:
             self._aliases.clear()  # only a shortcut: the next connect finds the node again
 
-    def _busy(self, peer: _Peer) -> bool:
+    def _busy(self, peer: _PoolPeer) -> bool:
         """Must not be closed to make room: being made, to be kept, or somebody depends on it."""
         if peer.connecting is not None or peer.keep:
             return True

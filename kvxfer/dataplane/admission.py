@@ -29,7 +29,7 @@ from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLar
 # twice: what a submit ends at once makes room, and the next one goes when the loop comes to it.
 
 
-class Waiter(Protocol):
+class Submission(Protocol):
     """What may stand here: hashed by identity, part of ``transfer``; ``permit`` is set by the line alone. ``rank``: see
     `admission.rank_of`.
     """
@@ -41,10 +41,10 @@ class Waiter(Protocol):
     def transfer(self) -> Hashable: ...
 
 
-W = TypeVar("W", bound=Waiter)
+W = TypeVar("W", bound=Submission)
 
 
-class Line(Generic[W]):
+class SubmitQueue(Generic[W]):
     """All that has not reached the engine. Work that holds a permit and stands nowhere here is with the engine."""
 
     def __init__(self, admission: Admission) -> None:
@@ -249,7 +249,7 @@ class Turns:
         return taken
 
 
-class _Peer:
+class _PeerState:
     __slots__ = ("bytes", "credits", "lines", "ops", "waiting")
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class Admission:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._peers: dict[Hashable, _Peer] = {}
+        self._peers: dict[Hashable, _PeerState] = {}
         self._running: set[Permit] = set()
         self._ops = [0] * RANKS  # for all peers, by rank
         self._bytes = [0] * RANKS
@@ -291,7 +291,7 @@ class Admission:
 
     def window(self, peer: Hashable) -> PeerWindow:
         """What one peer uses now."""
-        state = self._peers.get(peer) or _Peer()
+        state = self._peers.get(peer) or _PeerState()
         return PeerWindow(ops=sum(state.ops), bytes=sum(state.bytes), waiting=state.waiting, credits=state.credits)
 
     def admit(self, peer: Hashable, size: int, now: float, *, rank: int = 2) -> tuple[Permit, Verdict]:
@@ -324,7 +324,7 @@ class Admission:
                 option="waiters_max",
             )
         if state is None:
-            state = self._peers[peer] = _Peer()
+            state = self._peers[peer] = _PeerState()
         permit = Permit(peer, size, now, rank)
         if rank not in state.lines and not self._turns[rank] and self._has_room(state, rank, size):
             self._begin(permit, state)  # the usual case: nobody is overtaken
@@ -381,7 +381,7 @@ class Admission:
         """The receiver begins to lead with `count` credits, or stops (None). Replaces what was left."""
         if count is not None and not 0 <= count <= CREDITS_MAX:
             raise UsageError(f"credits are 0 to {CREDITS_MAX}", count=count)
-        state = self._peers.setdefault(peer, _Peer())
+        state = self._peers.setdefault(peer, _PeerState())
         state.credits = count
         started = self._start(peer)
         self._tidy(peer)
@@ -433,7 +433,7 @@ class Admission:
             self._check_peer(peer, state)
         assert all(permit.peer in self._peers for permit in self._running)
 
-    def _check_peer(self, peer: Hashable, state: _Peer) -> None:
+    def _check_peer(self, peer: Hashable, state: _PeerState) -> None:
         config = self._config
         mine = [permit for permit in self._running if permit.peer == peer]
         assert state.credits is None or state.credits >= 0
@@ -447,7 +447,7 @@ class Admission:
             ready = rank in state.lines and self._fits(state, rank, state.head(rank).bytes)
             assert ready == (peer in self._turns[rank]), "a peer is in the turn while its head fits its own window"
 
-    def _begin(self, permit: Permit, state: _Peer) -> None:
+    def _begin(self, permit: Permit, state: _PeerState) -> None:
         rank = permit.rank
         state.ops[rank] += 1
         state.bytes[rank] += permit.bytes
@@ -457,11 +457,11 @@ class Admission:
             state.credits -= 1
         self._running.add(permit)
 
-    def _has_room(self, state: _Peer, rank: int, size: int) -> bool:
+    def _has_room(self, state: _PeerState, rank: int, size: int) -> bool:
         """In the peer's window and in the limit of all."""
         return self._fits(state, rank, size) and self._fits_all(rank, size)
 
-    def _fits(self, state: _Peer, rank: int, size: int) -> bool:
+    def _fits(self, state: _PeerState, rank: int, size: int) -> bool:
         if state.credits == 0:
             return False
         if not state.ops[rank]:
@@ -480,7 +480,7 @@ class Admission:
             self._take_turn(peer, state, rank)
         return self._serve_turns(first, last)
 
-    def _take_turn(self, peer: Hashable, state: _Peer, rank: int) -> None:
+    def _take_turn(self, peer: Hashable, state: _PeerState, rank: int) -> None:
         ready = rank in state.lines and self._fits(state, rank, state.head(rank).bytes)
         if not ready:
             self._drop_turn(peer, rank)
@@ -505,12 +505,12 @@ class Admission:
                 self._follow(peer, state, rank)
         return started
 
-    def _follow(self, peer: Hashable, state: _Peer, rank: int) -> None:
+    def _follow(self, peer: Hashable, state: _PeerState, rank: int) -> None:
         """One of this rank began: what is less urgent may have lost its room, and all ranks their credit."""
         for other in range(0 if state.credits == 0 else rank, RANKS):
             self._take_turn(peer, state, other)
 
-    def _leave(self, permit: Permit, state: _Peer) -> None:
+    def _leave(self, permit: Permit, state: _PeerState) -> None:
         line = state.lines[permit.rank]
         del line[permit]
         if not line:

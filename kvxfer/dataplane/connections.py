@@ -298,7 +298,7 @@ NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what i
 
 
 @dataclass(slots=True, eq=False)
-class Route:
+class EngineConnection:
     """A connection to one engine over one transport."""
 
     engine_id: str
@@ -322,7 +322,7 @@ class Import:
     """
 
     key: WayKey = field(repr=False)
-    route: Route
+    route: EngineConnection
     handle: int
     length: int
     users: int = 0
@@ -385,9 +385,9 @@ class Reach:
         self._allowed = None if allowed is None else frozenset(allowed)
         self._engine_id = engine.engine_id.hex()
         self._transports = sorted(engine.transports, key=lambda info: info.rank)
-        self._routes: dict[Place, Route] = {}
-        self._routes_by_peer: dict[int, Route] = {}
-        self._connecting: dict[Place, asyncio.Task[Route]] = {}
+        self._routes: dict[Place, EngineConnection] = {}
+        self._routes_by_peer: dict[int, EngineConnection] = {}
+        self._connecting: dict[Place, asyncio.Task[EngineConnection]] = {}
         self._imports: OrderedDict[WayKey, Import] = OrderedDict()
         self._chosen: dict[NeedKey, Import] = {}
         self._importing: dict[WayKey, asyncio.Task[Import]] = {}
@@ -580,11 +580,11 @@ class Reach:
         left = [one for one in endpoints if one not in told]
         return sorted(left, key=lambda one: winner is None or one != winner.endpoint), told
 
-    def _came_late(self, done: asyncio.Task[Route]) -> None:
+    def _came_late(self, done: asyncio.Task[EngineConnection]) -> None:
         if not done.cancelled() and done.exception() is None:
             self._spare(done.result())
 
-    def _spare(self, route: Route) -> None:
+    def _spare(self, route: EngineConnection) -> None:
         """Another address was faster; nobody has begun to use this one."""
         if route.fresh and not route.down:
             self._give_up(route)
@@ -645,13 +645,13 @@ class Reach:
                     raise
             again = True
 
-    def _busy(self, route: Route) -> bool:
+    def _busy(self, route: EngineConnection) -> bool:
         """Somebody transfers, looks at mapped memory, or imports over it."""
         if route.fresh or route.importing:
             return True
         return any(self._imports[key].users or key[0] in self._wanted for key in route.imports)
 
-    def _give_up(self, route: Route) -> asyncio.Future[Event]:
+    def _give_up(self, route: EngineConnection) -> asyncio.Future[Event]:
         """An idle connection goes; whoever wants it again connects anew. Owners see us leave, not vanish."""
         for key in tuple(route.imports):
             self.drop(self._imports[key])
@@ -669,7 +669,7 @@ class Reach:
         """
         place = place_of(descriptor, info, endpoint)
         for delay_s in (*RESET_DELAYS_S, None):
-            route: Route | None = None
+            route: EngineConnection | None = None
             try:
                 route = self._routes.get(place) or await self._route(place, info)
                 if self.quiet.is_quiet(route):
@@ -704,7 +704,7 @@ class Reach:
         for index, kind in {(one.info.index, one.kind) for one in passed if one.info is not None}:
             self.engine.count_choice(index, kind)
 
-    async def _route(self, key: Place, info: TransportInfo) -> Route:
+    async def _route(self, key: Place, info: TransportInfo) -> EngineConnection:
         route = self._routes.get(key)
         if route is not None:
             return route
@@ -715,7 +715,7 @@ class Reach:
             pending.add_done_callback(lambda done: _forget_task(self._connecting, key, done))
         return await shared(pending)
 
-    async def _connect_once(self, key: Place, info: TransportInfo) -> Route:
+    async def _connect_once(self, key: Place, info: TransportInfo) -> EngineConnection:
         engine_id, _, endpoint, _ = key
         peer, event = await self._dialled(key, info)
         for delay_s in RESET_DELAYS_S:
@@ -739,7 +739,7 @@ class Reach:
             del self._down_early[peer]
             self.engine.close_peer(peer)
             raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
-        route = Route(engine_id, info, endpoint, key, peer)
+        route = EngineConnection(engine_id, info, endpoint, key, peer)
         route.heard = asyncio.get_running_loop().time()
         self._routes[key] = route
         self._routes_by_peer[peer] = route
@@ -763,7 +763,7 @@ class Reach:
             raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
         return peer, await asyncio.shield(completion)
 
-    async def _import(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
+    async def _import(self, key: WayKey, route: EngineConnection, descriptor: RemoteDescriptor, mapped: bool) -> Import:
         route.importing += 1
         route.fresh = False
         try:
@@ -772,7 +772,9 @@ class Reach:
             route.importing -= 1
             self.idle.freed()
 
-    async def _import_once(self, key: WayKey, route: Route, descriptor: RemoteDescriptor, mapped: bool) -> Import:
+    async def _import_once(
+        self, key: WayKey, route: EngineConnection, descriptor: RemoteDescriptor, mapped: bool
+    ) -> Import:
         self.idle.use(route)
         try:
             handle, completion = self.engine.import_(
@@ -808,7 +810,7 @@ class Reach:
         except PeerLost:
             self.lost(found)
 
-    def _take_back(self, old: Route, new: Route) -> None:
+    def _take_back(self, old: EngineConnection, new: EngineConnection) -> None:
         """The old connection was silent and answered before a new one was there: the new one is not needed."""
         self._give_up(new)
         if not old.down:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Line, Obstacle, Permit, rank_of
+from kvxfer.dataplane.admission import Admission, Obstacle, Permit, SubmitQueue, rank_of
 from kvxfer.dataplane.connections import Choice, Import, Reach, stale
 from kvxfer.dataplane.exports import OwnMemory, Unexpected
 from kvxfer.dataplane.transfer import StallWatch, Transfer
@@ -36,7 +36,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import DRAIN_MAX, Engine, Event, EventKind, OpKind, TransportInfo
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from kvxfer.native.types import MemoryKind, Priority
 from kvxfer.tasks import CONNECTING, NOTIFYING, ROOM, TRANSFERRING, TaskOwner, in_thread
 
@@ -47,7 +47,7 @@ SMALL_BYTES_MAX = 32 << 10
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class WorkRequest:
     """One submit: a local region, a remote descriptor, and segments (n, 3) [local, remote, length] or a single span."""
 
     kind: OpKind
@@ -68,18 +68,18 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class PendingWork:
     """A part on its way into the engine: the import that it uses, and its place in the peer's window (if any)."""
 
     transfer: Transfer
-    part: Part
+    part: WorkRequest
     ready: Import
     permit: Permit | None = None
     lost: KvxferError | None = None  # the connection of its first attempt ended before anything had moved
     rank: int = 0  # set before it waits anywhere, see `admission.rank_of`
 
 
-def may_repeat(part: Part, error: KvxferError, unsent: bool) -> bool:
+def may_repeat(part: WorkRequest, error: KvxferError, unsent: bool) -> bool:
     """Whether this part may go once more, over another connection, without anybody being able to tell.
 
     A get only reads: once its connection has ended nothing of it arrives any more. Of a put nothing may have left: what
@@ -87,7 +87,7 @@ def may_repeat(part: Part, error: KvxferError, unsent: bool) -> bool:
     """
     if not isinstance(error, PeerLost) and not (unsent and isinstance(error, UnknownRegion)):
         return False
-    return unsent or error.status == Status.NOT_SENT or (part.kind == OpKind.GET and part.notify is None)
+    return unsent or error.status == StatusCode.NOT_SENT or (part.kind == OpKind.GET and part.notify is None)
 
 
 class DataPlane:
@@ -110,7 +110,7 @@ class DataPlane:
         self._reach = Reach(engine, self._tasks, allowed, config=config)
         self._is_quiet = self._reach.quiet.is_quiet  # asked for each transfer
         self._now = asyncio.get_running_loop().time
-        self._line: Line[Work] = Line(Admission(config))
+        self._line: SubmitQueue[PendingWork] = SubmitQueue(Admission(config))
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
             info.name: config.inline_bytes_max if info.same_host else min(config.inline_bytes_max, SMALL_BYTES_MAX)
@@ -164,7 +164,9 @@ class DataPlane:
 
     # -- transfers --------------------------------------------------------------------------------------
 
-    def start(self, parts: Sequence[Part], *, timeout: float, peer: str, priority: int = Priority.NORMAL) -> Transfer:
+    def start(
+        self, parts: Sequence[WorkRequest], *, timeout: float, peer: str, priority: int = Priority.NORMAL
+    ) -> Transfer:
         """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
         outcome.
         """
@@ -179,7 +181,7 @@ class DataPlane:
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
             if ready is not None and (ready.route.info.same_host or not self._is_quiet(ready.route)):
-                self._admit(Work(transfer, part, ready))
+                self._admit(PendingWork(transfer, part, ready))
             else:
                 self._resolve_first(transfer, part)
         if not transfer.settled:
@@ -231,7 +233,7 @@ class DataPlane:
         self._give_up(self._line.of(transfer), transfer.cancelling)
         self._run_line()
 
-    def _give_up(self, works: Sequence[Work], error: KvxferError | None) -> None:
+    def _give_up(self, works: Sequence[PendingWork], error: KvxferError | None) -> None:
         """Work that waits will not reach the engine. Whoever may go instead goes afterwards."""
         for work in works:
             if self._line.leave(work):
@@ -255,7 +257,7 @@ class DataPlane:
                 if self.engine.drain() < DRAIN_MAX:
                     return
 
-    def _resolve_first(self, transfer: Transfer, part: Part, lost: KvxferError | None = None) -> None:
+    def _resolve_first(self, transfer: Transfer, part: WorkRequest, lost: KvxferError | None = None) -> None:
         work = self._resolve_and_submit(transfer, part, lost)
         task = self._tasks.spawn(work, f"resolve grant {part.descriptor.grant}")
         self._workers.setdefault(transfer, set()).add(task)
@@ -271,7 +273,7 @@ class DataPlane:
             closing = ClosedError("the data plane was closed", op_id=transfer.op_id)
             transfer.part_ended(None, 0, transfer.cancelling or closing)
 
-    async def _resolve_and_submit(self, transfer: Transfer, part: Part, lost: KvxferError | None) -> None:
+    async def _resolve_and_submit(self, transfer: Transfer, part: WorkRequest, lost: KvxferError | None) -> None:
         try:
             ready = await self._resolve(part.descriptor, self.memory.kinds.get(part.region), part.check)
         except KvxferError as error:
@@ -279,7 +281,7 @@ class DataPlane:
             says_less = lost is not None and isinstance(error, PeerUnreachable | PeerLost)
             transfer.part_ended(None, 0, lost if says_less else error)
         else:
-            self._admit(Work(transfer, part, ready, lost=lost))
+            self._admit(PendingWork(transfer, part, ready, lost=lost))
 
     async def _resolve(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None, check: bool = False, mapped: bool = False
@@ -291,7 +293,7 @@ class DataPlane:
                 return found
         raise PeerLost("the connection ends as soon as it is made", peer=descriptor.node_id)
 
-    def _admit(self, work: Work) -> None:
+    def _admit(self, work: PendingWork) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
         size = work.part.size
         if size > self._small_bytes[work.ready.route.info.name]:
@@ -315,12 +317,12 @@ class DataPlane:
         else:
             self._submit(work)
 
-    def _wait_for_room(self, work: Work) -> None:
+    def _wait_for_room(self, work: PendingWork) -> None:
         work.ready.users += 1
         work.rank = rank_of(work.transfer.priority, work.part.size)
         self._line.wait_for_room(work)
 
-    def _submit(self, work: Work) -> None:
+    def _submit(self, work: PendingWork) -> None:
         transfer, part, ready = work.transfer, work.part, work.ready
         if transfer.cancelling is not None:
             self._end(work, None, 0, transfer.cancelling)
@@ -364,7 +366,7 @@ class DataPlane:
         self.engine.call_back(token, partial(self._completed, work))
         transfer.add_token(token)
 
-    def _completed(self, work: Work, event: Event) -> None:
+    def _completed(self, work: PendingWork, event: Event) -> None:
         self._unuse(work.ready)
         self._finish(work, event.token, event)
         self._line.retry(self._resubmit)
@@ -379,7 +381,7 @@ class DataPlane:
             self._reach.idle.freed()
 
     def _end(
-        self, work: Work, token: int | None, moved_bytes: int, error: KvxferError | None, *, unsent: bool = False
+        self, work: PendingWork, token: int | None, moved_bytes: int, error: KvxferError | None, *, unsent: bool = False
     ) -> None:
         """One part is over: its place in the window goes to whoever is next. ``unsent``: the engine did not take it."""
         if work.permit is not None:
@@ -391,13 +393,15 @@ class DataPlane:
         if self._line.going:
             self._run_line()
 
-    def _goes_on(self, work: Work, token: int | None, moved_bytes: int, error: KvxferError, unsent: bool) -> bool:
+    def _goes_on(
+        self, work: PendingWork, token: int | None, moved_bytes: int, error: KvxferError, unsent: bool
+    ) -> bool:
         """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried.
         A connection that ended before anything of it moved: another one, once.
         """
         if moved_bytes or work.transfer.done or work.transfer.cancelling is not None or self._closing:
             return False
-        if error.status == Status.UNSUPPORTED:
+        if error.status == StatusCode.UNSUPPORTED:
             self._reach.pass_over(work.ready, error.message)
         elif work.lost is None and may_repeat(work.part, error, unsent):
             self._reach.lost(work.ready)
@@ -414,14 +418,14 @@ class DataPlane:
         if not self._closed:
             self._line.run(self._resubmit)
 
-    def _resubmit(self, work: Work) -> None:
+    def _resubmit(self, work: PendingWork) -> None:
         """A part that waited goes on; its import may have gone meanwhile."""
         work.ready.users -= 1
         self._submit(work)
         if work.ready.unwanted and not self._closed:
             self._reach.left(work.ready)
 
-    def _finish(self, work: Work, token: int | None, event: Event) -> None:
+    def _finish(self, work: PendingWork, token: int | None, event: Event) -> None:
         if event.status == 0:
             if not work.ready.route.info.same_host:  # those are never asked
                 work.ready.route.heard = self._now()
@@ -443,7 +447,7 @@ class DataPlane:
             error = transfer.cancelling
         self._end(work, token, event.bytes, error)
 
-    def _pin(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+    def _pin(self, transfer: Transfer, parts: Sequence[WorkRequest]) -> None:
         regions = {part.region for part in parts if part.region}
         for region in regions:
             self._by_region.setdefault(region, set()).add(transfer)

@@ -17,11 +17,11 @@ from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerLost, UnknownRegion
 from kvxfer.logs import logger
 from kvxfer.native.engine import Engine, TransportInfo
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from kvxfer.tasks import TaskOwner, shared
 
 if TYPE_CHECKING:
-    from kvxfer.dataplane.connections import Place, Route
+    from kvxfer.dataplane.connections import EngineConnection, Place
 
 QUIET_S = 5.0  # nothing heard for so long: it is asked
 ANSWER_S = 1.0  # silent for so long: a new connection is made
@@ -39,10 +39,10 @@ class Quiet:
         engine: Engine,
         tasks: TaskOwner,
         *,
-        busy: Callable[[Route], bool],
-        connect: Callable[[Place, TransportInfo], Awaitable[Route]],
+        busy: Callable[[EngineConnection], bool],
+        connect: Callable[[Place, TransportInfo], Awaitable[EngineConnection]],
         down: Callable[[int], None],
-        take_back: Callable[[Route, Route], None],
+        take_back: Callable[[EngineConnection, EngineConnection], None],
     ) -> None:
         self._engine = engine
         self._tasks = tasks
@@ -50,16 +50,16 @@ class Quiet:
         self._connect = connect
         self._down = down
         self._take_back = take_back
-        self._asking: dict[int, asyncio.Task[Route]] = {}
+        self._asking: dict[int, asyncio.Task[EngineConnection]] = {}
         self._now = asyncio.get_running_loop().time
 
-    def is_quiet(self, route: Route) -> bool:
+    def is_quiet(self, route: EngineConnection) -> bool:
         """Whether nothing was heard over it for so long that something on the way may have forgotten it."""
         if route.info.same_host or self._now() - route.heard <= QUIET_S:
             return False
         return route.peer in self._asking or not self._busy(route)
 
-    async def alive(self, route: Route, descriptor: RemoteDescriptor) -> Route:
+    async def alive(self, route: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
         """This connection, if its other side answers; or a new one, which was made while it was silent.
 
         When the new one cannot be made either, the old one stays: perhaps its owner only stands still. `PeerLost` when
@@ -72,11 +72,11 @@ class Quiet:
             asked.add_done_callback(lambda done: self._asked(route.peer, done))
         return await shared(asked)
 
-    def _asked(self, peer: int, done: asyncio.Task[Route]) -> None:
+    def _asked(self, peer: int, done: asyncio.Task[EngineConnection]) -> None:
         del self._asking[peer]
         _retrieve(done)
 
-    async def _alive(self, route: Route, descriptor: RemoteDescriptor) -> Route:
+    async def _alive(self, route: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
         answer = self._tasks.run(self._answer(route, descriptor), "an answer over a quiet connection")
         await asyncio.wait((answer,), timeout=ANSWER_S)
         if answer.done():
@@ -97,15 +97,15 @@ class Quiet:
             self._down(route.peer)
         return anew.result()
 
-    async def _made_anew(self, route: Route) -> Route:
+    async def _made_anew(self, route: EngineConnection) -> EngineConnection:
         return await self._connect(route.place, route.info)
 
-    def _not_needed(self, route: Route, done: asyncio.Task[Route]) -> None:
+    def _not_needed(self, route: EngineConnection, done: asyncio.Task[EngineConnection]) -> None:
         _retrieve(done)
         if not done.cancelled() and done.exception() is None:
             self._take_back(route, done.result())
 
-    async def _answer(self, route: Route, descriptor: RemoteDescriptor) -> None:
+    async def _answer(self, route: EngineConnection, descriptor: RemoteDescriptor) -> None:
         """Returns when the owner has answered anything; `PeerLost` when the connection has ended."""
         route.importing += 1
         try:
@@ -123,12 +123,12 @@ class Quiet:
             raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
         finally:
             route.importing -= 1
-        if event.status == Status.PEER_LOST or route.down:
+        if event.status == StatusCode.PEER_LOST or route.down:
             raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
         route.heard = self._now()
 
 
-def _retrieve(done: asyncio.Task[Route] | asyncio.Task[None]) -> None:
+def _retrieve(done: asyncio.Task[EngineConnection] | asyncio.Task[None]) -> None:
     """Everybody who waited may have given up: then nobody is left to hear of a failure."""
     if not done.cancelled():
         done.exception()

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvxfer.addresses import is_wildcard
 from kvxfer.config import Config
-from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink, Finding, Group, size, some
+from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink, Finding, FindingGroup, size, some
 from kvxfer.doctor.host import Tree
 from kvxfer.memory.allocation import HEADROOM
 from kvxfer.native.installed import installed
@@ -318,7 +318,7 @@ NUMBERS = (
 )
 RDMA_TIMEOUT, RDMA_RETRIES = 20, 7  # what holds when nothing is set
 RDMA_UNIT_S = 4.096e-6
-_GROUP = Group("ascend")
+_GROUP = FindingGroup("ascend")
 
 
 def judge_ascend(ascend: Ascend, config: Config) -> Iterator[Finding]:

@@ -232,7 +232,7 @@ class Ascend:
 # -- one finding: what was looked at, how it is, what was found, what to do. And how numbers are written in it ---------
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """How something is. `NOT_HERE` is no fault: the host lacks what another one may have."""
 
     OK = "ok"
@@ -241,7 +241,7 @@ class State(StrEnum):
     NOT_HERE = "not here"
 
 
-_GRAVITY = {State.NOT_HERE: 0, State.OK: 1, State.WARNING: 2, State.PROBLEM: 3}
+_GRAVITY = {FindingState.NOT_HERE: 0, FindingState.OK: 1, FindingState.WARNING: 2, FindingState.PROBLEM: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,7 @@ class Finding:
 
     group: str
     check: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
 
@@ -260,27 +260,27 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FindingGroup:
     """Makes the findings of one group."""
 
     name: str
 
     def ok(self, check: str, found: str, advice: str = "") -> Finding:
-        return Finding(group=self.name, check=check, state=State.OK, found=found, advice=advice)
+        return Finding(group=self.name, check=check, state=FindingState.OK, found=found, advice=advice)
 
     def warning(self, check: str, found: str, advice: str) -> Finding:
-        return Finding(group=self.name, check=check, state=State.WARNING, found=found, advice=advice)
+        return Finding(group=self.name, check=check, state=FindingState.WARNING, found=found, advice=advice)
 
     def problem(self, check: str, found: str, advice: str) -> Finding:
-        return Finding(group=self.name, check=check, state=State.PROBLEM, found=found, advice=advice)
+        return Finding(group=self.name, check=check, state=FindingState.PROBLEM, found=found, advice=advice)
 
     def not_here(self, check: str, found: str, advice: str = "") -> Finding:
-        return Finding(group=self.name, check=check, state=State.NOT_HERE, found=found, advice=advice)
+        return Finding(group=self.name, check=check, state=FindingState.NOT_HERE, found=found, advice=advice)
 
 
-def worst(findings: Iterable[Finding]) -> State:
+def worst(findings: Iterable[Finding]) -> FindingState:
     """The gravest state of all; OK when there are none."""
-    return max((finding.state for finding in findings), key=_GRAVITY.__getitem__, default=State.OK)
+    return max((finding.state for finding in findings), key=_GRAVITY.__getitem__, default=FindingState.OK)
 
 
 def one_line(text: str) -> str:

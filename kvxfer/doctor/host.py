@@ -18,7 +18,7 @@ from errno import EPERM, errorcode
 from pathlib import Path
 
 from kvxfer.config import Config
-from kvxfer.doctor.facts import UNLIMITED, Clock, Finding, Group, Host, Numa, Pages, size, some
+from kvxfer.doctor.facts import UNLIMITED, Clock, Finding, FindingGroup, Host, Numa, Pages, size, some
 from kvxfer.memory.allocation import HEADROOM
 
 # Bits of capability sets that matter here.
@@ -257,9 +257,9 @@ OWN_BYTES = 60 << 20  # a daemon without its pools
 MAPS_PER_REGION = 2
 SLOW_CLOCKS = frozenset(("hpet", "acpi_pm", "pit", "jiffies", "refined-jiffies"))
 CLOCK_READ_NS_MAX = 2000
-_MEMORY = Group("memory")
-_LIMITS = Group("limits")
-_CLOCK = Group("clock")
+_MEMORY = FindingGroup("memory")
+_LIMITS = FindingGroup("limits")
+_CLOCK = FindingGroup("clock")
 
 
 def judge_host(host: Host, config: Config) -> Iterator[Finding]:

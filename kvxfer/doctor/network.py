@@ -18,7 +18,19 @@ from kvxfer.addresses import Address, is_loopback, is_numeric, is_wildcard, pars
 from kvxfer.config import Config
 from kvxfer.config.paths import check_socket_dir, daemon_socket, socket_dir
 from kvxfer.config.user_secret import where_user_secret
-from kvxfer.doctor.facts import Bind, Candidate, Finding, Group, Network, PeerSeen, Program, RdmaPort, Tcp, size, some
+from kvxfer.doctor.facts import (
+    Bind,
+    Candidate,
+    Finding,
+    FindingGroup,
+    Network,
+    PeerSeen,
+    Program,
+    RdmaPort,
+    Tcp,
+    size,
+    some,
+)
 from kvxfer.doctor.host import Tree
 from kvxfer.errors import ConfigError, KvxferError, UsageError
 from kvxfer.net.credentials import DAY_S, Credentials
@@ -242,9 +254,9 @@ def _rdma(tree: Tree) -> Iterator[RdmaPort]:
 
 BUFFER_BYTES_MIN = 4 << 20
 CERTIFICATE_DAYS_MIN = 7
-_NETWORK = Group("network")
-_RDMA = Group("rdma")
-_PEERS = Group("peers")
+_NETWORK = FindingGroup("network")
+_RDMA = FindingGroup("rdma")
+_PEERS = FindingGroup("peers")
 
 
 def judge_network(network: Network, config: Config) -> Iterator[Finding]:

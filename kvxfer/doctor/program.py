@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvxfer.config import TRANSPORTS, Config
 from kvxfer.config.paths import make_scratch_dir
-from kvxfer.doctor.facts import Finding, Group, Program, Transport
+from kvxfer.doctor.facts import Finding, FindingGroup, Program, Transport
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.server import package_version
 
@@ -103,8 +103,8 @@ def _opened(name: str, config: Config, place: str) -> Transport:
 
 
 PYTHON_MIN = (3, 11)
-_GROUP = Group("kvxfer")
-_TRANSPORTS = Group("transports")
+_GROUP = FindingGroup("kvxfer")
+_TRANSPORTS = FindingGroup("transports")
 
 
 def judge_program(program: Program) -> Iterator[Finding]:

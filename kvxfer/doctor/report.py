@@ -10,12 +10,28 @@ from itertools import groupby
 
 from kvxfer.config import Loaded
 from kvxfer.doctor.ascend import judge_ascend, probe_ascend
-from kvxfer.doctor.facts import Ascend, Finding, Group, Host, Network, PeerSeen, Program, State, Transport, worst
+from kvxfer.doctor.facts import (
+    Ascend,
+    Finding,
+    FindingGroup,
+    FindingState,
+    Host,
+    Network,
+    PeerSeen,
+    Program,
+    Transport,
+    worst,
+)
 from kvxfer.doctor.host import judge_host, probe_host
 from kvxfer.doctor.network import judge_network, judge_peer, probe_network, probe_peers
 from kvxfer.doctor.program import judge_program, judge_transports, probe_program, probe_transports
 
-_MARKS = {State.OK: "ok", State.WARNING: "warning", State.PROBLEM: "PROBLEM", State.NOT_HERE: "not here"}
+_MARKS = {
+    FindingState.OK: "ok",
+    FindingState.WARNING: "warning",
+    FindingState.PROBLEM: "PROBLEM",
+    FindingState.NOT_HERE: "not here",
+}
 _MARK_CHARS = 9
 _CHECK_CHARS_MAX = 28
 
@@ -32,7 +48,7 @@ def as_text(findings: Sequence[Finding], *, simulated: bool) -> str:
                 lines.append(f"{'':{_MARK_CHARS + width + 4}}-> {finding.advice}")
         lines.append("")
     counts = Counter(finding.state for finding in findings)
-    lines.append(", ".join(f"{counts[state]} {state.value}" for state in State))
+    lines.append(", ".join(f"{counts[state]} {state.value}" for state in FindingState))
     if simulated:
         lines += ["", SIMULATED]
     return "\n".join(lines)
@@ -50,11 +66,11 @@ def as_json(findings: Sequence[Finding], *, simulated: bool) -> str:
 # -- the whole examination: probes first, then judgements, in the order in which a host is built up --------------------
 
 
-_CONFIG = Group("configuration")
+_CONFIG = FindingGroup("configuration")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ProbeResults:
     """Everything that was seen."""
 
     program: Program
@@ -65,10 +81,10 @@ class Facts:
     peers: tuple[PeerSeen, ...] = ()
 
 
-async def gather(loaded: Loaded, peers: Sequence[str], timeout_s: float) -> Facts:
+async def gather(loaded: Loaded, peers: Sequence[str], timeout_s: float) -> ProbeResults:
     """Look at everything; takes a second or two, longer where accelerators are."""
     program = probe_program()
-    return Facts(
+    return ProbeResults(
         program=program,
         transports=() if program.native_error else probe_transports(loaded.config, loaded.origins),
         host=probe_host(),
@@ -78,7 +94,7 @@ async def gather(loaded: Loaded, peers: Sequence[str], timeout_s: float) -> Fact
     )
 
 
-def judge(facts: Facts, loaded: Loaded) -> Iterator[Finding]:
+def judge(facts: ProbeResults, loaded: Loaded) -> Iterator[Finding]:
     """Every finding, grouped."""
     config = loaded.config
     yield from judge_program(facts.program)

@@ -1,8 +1,8 @@
 """Moving a whole KV cache: what both sides agree on before a byte moves, shared by push (landing.py's way in) and pull.
 
 A *posting* is the body that an offer or ticket carries from its owner to the claimant through the control plane: cache
-layout, block table and remote descriptors. `Posting` packs and unpacks it; everything in it that came from the other
-side is validated before it is used.
+layout, block table and remote descriptors. `TransferOffer` packs and unpacks it; everything in it that came from the
+other side is validated before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logger("kvxfer.exchange")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Posting:
+class TransferOffer:
     """The other side's half of a transfer."""
 
     layout: CacheLayout
@@ -67,12 +67,12 @@ class Posting:
         return await off_loop(len(self.table.blocks) > BLOCKS_INLINE_MAX, self.pack)
 
     @classmethod
-    def unpack(cls, body: bytes) -> Posting:
+    def unpack(cls, body: bytes) -> TransferOffer:
         """Rebuild and validate; anything malformed is a `ProtocolError` or the field's own typed error."""
         return cls._from_map(unpack_map(body, "posting"))
 
     @classmethod
-    async def receive(cls, body: bytes) -> Posting:
+    async def receive(cls, body: bytes) -> TransferOffer:
         """`unpack` that never holds the loop for long, whatever the body says."""
         if len(body) > BODY_BYTES_INLINE_MAX:
             return await in_thread(cls.unpack, body)
@@ -81,7 +81,7 @@ class Posting:
             return await in_thread(cls._from_map, raw)
         return cls._from_map(raw)
 
-    def require_inside(self) -> Posting:
+    def require_inside(self) -> TransferOffer:
         """The layout lies in the memory that the descriptors name, and the table in the layout. Returns itself."""
         for region, needed in self.layout.region_bytes().items():
             if region >= len(self.descriptors):
@@ -93,7 +93,7 @@ class Posting:
         return self
 
     @classmethod
-    def _from_map(cls, raw: dict[str, Any]) -> Posting:
+    def _from_map(cls, raw: dict[str, Any]) -> TransferOffer:
         if raw.get("v") != POSTING_VERSION:
             theirs = repr(raw.get("v"))[:20]
             hint = "upgrade the side that is older: what a posting says has changed between the two"
@@ -155,7 +155,7 @@ class Reaching:
     def __init__(self) -> None:
         self._limit: asyncio.Timeout | None = None
 
-    async def reach(self, plane: DataPlane, cache: KVCache, peer: Posting, deadline: Deadline) -> str:
+    async def reach(self, plane: DataPlane, cache: KVCache, peer: TransferOffer, deadline: Deadline) -> str:
         """Import all of the peer's memory; the names of the transports that will carry the bytes."""
         names: dict[str, None] = {}
         try:
@@ -175,7 +175,7 @@ class Reaching:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
 
-def _pairs(cache: KVCache, peer: Posting) -> dict[int, list[MemoryKind]]:
+def _pairs(cache: KVCache, peer: TransferOffer) -> dict[int, list[MemoryKind]]:
     """Which of the peer's descriptors meet which kinds of memory of ours: each layer moves between its two places."""
     found: dict[int, list[MemoryKind]] = {}
     numbers, their_numbers = cache.layout.geometry.layer_numbers, peer.layout.geometry.layer_numbers
@@ -265,7 +265,7 @@ class LayerPart:
 
 
 async def prepared_layer(
-    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: TransferOffer, segments_max: int
 ) -> list[LayerPart]:
     """`layer_parts` that never holds the loop for long."""
     heavy = plan.fragments(cache.layout.geometry.first_layer + layer) > SEGMENTS_INLINE_MAX
@@ -273,7 +273,7 @@ async def prepared_layer(
 
 
 def layer_parts(
-    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: Posting, segments_max: int
+    plan: Plan, layer: int, kind: OpKind, cache: KVCache, peer: TransferOffer, segments_max: int
 ) -> list[LayerPart]:
     """The planner's batches of a layer as the engine wants them: local offset first, every span inside the peer's
     grant. ``layer`` is an index of our own cache.

@@ -34,7 +34,7 @@ class Move:
     remote_offset: int = 0
 
 
-class Way(Protocol):
+class MoveStarter(Protocol):
     """How the moves of a group go: all in one direction."""
 
     def check(self, move: Move) -> None:
@@ -63,7 +63,7 @@ class Group:
     """
 
     def __init__(
-        self, way: Way, moves: Sequence[Move], *, indexes: Sequence[int], atomic: bool, timeout: float
+        self, way: MoveStarter, moves: Sequence[Move], *, indexes: Sequence[int], atomic: bool, timeout: float
     ) -> None:
         self._way = way
         self._moves = moves

@@ -29,7 +29,7 @@ from kvxfer.errors import (
     ended_by_other,
 )
 from kvxfer.flows.control import ClaimHandle, PostingHandle
-from kvxfer.flows.exchange import Posting
+from kvxfer.flows.exchange import TransferOffer
 from kvxfer.flows.incoming import Incoming, Writer
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
@@ -116,7 +116,9 @@ class Landing:
                 self._grants.append((region, descriptor.grant))
                 plane.memory.watch(descriptor.grant, self._on_data)
             plane.stalls.begin(self, self._progress)
-            body = await Posting(layout=layout, table=table, descriptors=tuple(descriptors), check=self._check).send()
+            body = await TransferOffer(
+                layout=layout, table=table, descriptors=tuple(descriptors), check=self._check
+            ).send()
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._deadline_fired)
             self._posting = await self._client.control.post(
                 "offer",

@@ -19,7 +19,7 @@ from kvxfer.errors import (
     ended_by_other,
 )
 from kvxfer.flows.control import PostingHandle
-from kvxfer.flows.exchange import Posting
+from kvxfer.flows.exchange import TransferOffer
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import Event, EventKind
@@ -118,7 +118,7 @@ class Publication:
                 descriptors.append(descriptor)
                 self._grants.append((region, descriptor.grant))
                 plane.memory.watch(descriptor.grant, self._on_data)
-            posting = Posting(
+            posting = TransferOffer(
                 layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
             )
             self._arm(self._lease_s)

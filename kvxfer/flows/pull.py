@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.coverage import Box, box_of, describe, join
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.dataplane.transfer import Transfer, settle_within
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
@@ -34,7 +34,7 @@ from kvxfer.errors import (
     ended_by_other,
 )
 from kvxfer.flows.control import ClaimHandle
-from kvxfer.flows.exchange import Posting, Reaching, negotiate, of_layer, prepared_layer
+from kvxfer.flows.exchange import Reaching, TransferOffer, negotiate, of_layer, prepared_layer
 from kvxfer.flows.tickets import claim_of
 from kvxfer.geometry import BlockTable, check_same_model
 from kvxfer.memory.region import KVCache
@@ -72,7 +72,7 @@ class Source:
     ticket: Ticket
     number: int
     claim: ClaimHandle | None = None
-    peer: Posting | None = None
+    peer: TransferOffer | None = None
     plans: list[Plan] = field(default_factory=list)
     reaching: Reaching = field(default_factory=Reaching)
     transport: str = ""
@@ -185,7 +185,7 @@ class Pull:
         source.claim, body = await self._client.control.claim(
             claim_of(source.ticket, "ticket"), deadline, partial(self._on_claim, source), finish=True
         )
-        source.peer = await Posting.receive(body)
+        source.peer = await TransferOffer.receive(body)
 
     async def _plan(self) -> None:
         """Decide what is read from where; refuses what the tickets do not hold together."""
@@ -244,13 +244,13 @@ class Pull:
                 started.append((source, transfer))
         return started
 
-    async def _parts(self, source: Source, layer: int) -> list[Part]:
+    async def _parts(self, source: Source, layer: int) -> list[WorkRequest]:
         peer, found = source.peer, []
         assert peer is not None
         for plan in source.plans:
             found += await prepared_layer(plan, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max)
         return [
-            Part(
+            WorkRequest(
                 kind=OpKind.GET,
                 region=part.region,
                 descriptor=peer.descriptors[part.descriptor],
@@ -275,7 +275,7 @@ class Pull:
     async def _release(self, source: Source, deadline: Deadline) -> None:
         assert source.claim is not None
         assert source.peer is not None
-        notice = Part(
+        notice = WorkRequest(
             kind=OpKind.GET,
             region=0,
             descriptor=source.peer.descriptors[0],

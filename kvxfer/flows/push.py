@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from kvxfer.coverage import box_of, common_elements
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.dataplane.transfer import Transfer, nothing_to_move, settle_within
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.errors import (
@@ -35,8 +35,8 @@ from kvxfer.errors import (
 from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import (
     LayerPart,
-    Posting,
     Reaching,
+    TransferOffer,
     from_peer,
     layer_bytes,
     negotiate,
@@ -94,7 +94,7 @@ class Push:
         self._land = land
         self._priority = priority
         self._claim: ClaimHandle | None = None
-        self._peer: Posting | None = None
+        self._peer: TransferOffer | None = None
         self._plan: Plan | None = None
         self._deadline: Deadline | None = None
         self._running: dict[Transfer, None] = {}
@@ -221,13 +221,13 @@ class Push:
         self._claim = None if self.covered else claim
         return body
 
-    async def _read(self, body: bytes) -> Posting:
+    async def _read(self, body: bytes) -> TransferOffer:
         if not self._land:
-            return await Posting.receive(body)
+            return await TransferOffer.receive(body)
         layout, table, _ = landing_layout(self._cache.layout, self._table)
         with from_peer("landing"):
             descriptor = RemoteDescriptor.from_dict(unpack_map(body, "landing").get("descriptor", {}))
-        return Posting(
+        return TransferOffer(
             layout=layout, table=table, descriptors=(descriptor,), check=self._client.config.integrity
         ).require_inside()
 
@@ -251,7 +251,7 @@ class Push:
 
     # -- layers ---------------------------------------------------------------------------------------------
 
-    def _require(self, index: int) -> tuple[Plan | None, Posting | None, Deadline]:
+    def _require(self, index: int) -> tuple[Plan | None, TransferOffer | None, Deadline]:
         ready = self.covered or not (self._plan is None or self._claim is None or self._peer is None)
         if not ready or self._deadline is None:
             self._raise_if_failed()
@@ -264,13 +264,13 @@ class Push:
         self._raise_if_failed()
         return self._plan, self._peer, self._deadline
 
-    def _submit(self, index: int, parts: Sequence[LayerPart], peer: Posting, deadline: Deadline) -> Transfer:
+    def _submit(self, index: int, parts: Sequence[LayerPart], peer: TransferOffer, deadline: Deadline) -> Transfer:
         assert self._claim is not None
         assert self._plan is not None
         tag = tags.pack(tags.LAYER, self._claim.claim, self._number(index))
         notice = (tag, self._plan.layer_elements)
         work = [
-            Part(
+            WorkRequest(
                 kind=OpKind.PUT,
                 region=part.region,
                 descriptor=peer.descriptors[part.descriptor],
@@ -296,9 +296,9 @@ class Push:
         if done.error is not None:
             self._fail(done.error if done.error is self._error else of_layer(done.error, index))
 
-    def _bare_notification(self, tag: int, value: int) -> Part:
+    def _bare_notification(self, tag: int, value: int) -> WorkRequest:
         assert self._peer is not None
-        return Part(kind=OpKind.PUT, region=0, descriptor=self._peer.descriptors[0], notify=(tag, value))
+        return WorkRequest(kind=OpKind.PUT, region=0, descriptor=self._peer.descriptors[0], notify=(tag, value))
 
     def _tell_later(self, done: Transfer, tag: int, value: int) -> None:
         if done.error is not None or self._error is not None or self._deadline is None:

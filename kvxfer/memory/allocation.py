@@ -19,7 +19,7 @@ from kvxfer.memory import numa
 from kvxfer.memory.region import Region
 from kvxfer.memory.sources import BorrowedMemory
 from kvxfer.native.engine import Engine, MemoryKind, RegionInfo
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from kvxfer.tasks import MEMORY, Deadline, TaskOwner, in_thread, shared
 
 # -- which accelerator gets the next region, and how full one should be: decisions over numbers, nothing else ----------
@@ -237,7 +237,12 @@ class Allocator:
 
 SOURCES_MAX = 65536
 # What the kernel would have said, where the engine knew it by a code of its own.
-_ERRNO = {Status.NOMEM: "ENOMEM", Status.FDS: "EMFILE", Status.MEMLOCK: "ENOMEM", Status.SHM_SPACE: "ENOSPC"}
+_ERRNO = {
+    StatusCode.NOMEM: "ENOMEM",
+    StatusCode.FDS: "EMFILE",
+    StatusCode.MEMLOCK: "ENOMEM",
+    StatusCode.SHM_SPACE: "ENOSPC",
+}
 
 
 async def register_all(
@@ -279,6 +284,6 @@ def _named(error: KvxferError, sources: Sequence[Any], index: int) -> KvxferErro
         "of": len(sources),
         "bytes": error.fields.get("length", size if isinstance(size, int) else None),
     }
-    found.fields.setdefault("errno", _ERRNO.get(Status(error.status)) if error.status in _ERRNO else None)
+    found.fields.setdefault("errno", _ERRNO.get(StatusCode(error.status)) if error.status in _ERRNO else None)
     found.hint = found.hint or "what was registered before it was given back; `kvxfer doctor` shows this node's limits"
     return found

@@ -56,7 +56,7 @@ def _folded(axes: Sequence[_Axis], unit: int) -> tuple[tuple[_Axis, ...], int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
+class _LayerGroup:
     """Layers of one address space whose strides are equal. ``inner``: the axes inside a block, outermost first, with
     the slots as ``tokens``; ``outer``: those that blocks lie inside of. ``step``: bytes from block to block.
     """
@@ -173,7 +173,7 @@ def _sorted(pieces: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     return begins[order], np.maximum.accumulate(ends[order])
 
 
-def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases: list[int]) -> _Group:
+def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases: list[int]) -> _LayerGroup:
     shape, step = layout.geometry, strides[1] if layout.blocks > 1 else 0
     parts, tokens, heads = zip(
         (strides[0], strides[2], strides[3]), (shape.kv_parts, shape.block_tokens, shape.kv_heads), strict=True
@@ -181,7 +181,7 @@ def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases
     real = [axis for axis in (parts, tokens, heads) if axis[1] > 1]
     inner, unit = _folded([axis for axis in real if not step or axis[0] < step], shape.head_bytes)
     length = _reach([*real, (step, layout.blocks)], shape.head_bytes)
-    return _Group(
+    return _LayerGroup(
         space=space,
         bases=np.array(sorted(bases), np.int64),
         blocks=layout.blocks,
@@ -196,12 +196,12 @@ def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases
     )
 
 
-def _near(one: _Group, other: _Group) -> bool:
+def _near(one: _LayerGroup, other: _LayerGroup) -> bool:
     """Whether something of one lies between the first and the last byte of the other."""
     return one.space == other.space and one.begin < other.end and other.begin < one.end
 
 
-def _meet_somewhere(one: _Group, other: _Group) -> bool:
+def _meet_somewhere(one: _LayerGroup, other: _LayerGroup) -> bool:
     """Whether different rows of blocks have a byte in common."""
     differences = _row_differences(one, other)
     if one is other:
@@ -233,8 +233,8 @@ class _Join:
     ``difference + b * their_step - a * our_step`` is small.
     """
 
-    ours: _Group
-    theirs: _Group
+    ours: _LayerGroup
+    theirs: _LayerGroup
     differences: Ints
 
 
@@ -289,7 +289,7 @@ def meeting(one: Footprint, other: Footprint) -> Meeting:
     return Meeting(tuple(sorted(steps)), tuple(joins))
 
 
-def _row_differences(ours: _Group, theirs: _Group) -> Ints:
+def _row_differences(ours: _LayerGroup, theirs: _LayerGroup) -> Ints:
     """How far rows that may share a byte lie apart (theirs less ours), each value once."""
     if not _near(ours, theirs):
         return np.empty(0, np.int64)
@@ -313,7 +313,7 @@ def _expanded(low: Ints, high: Ints) -> tuple[Ints, Ints]:
     return ours, np.repeat(low, counts) + within
 
 
-def _steps(ours: _Group, theirs: _Group, differences: Ints) -> set[int]:
+def _steps(ours: _LayerGroup, theirs: _LayerGroup, differences: Ints) -> set[int]:
     """By how many block ids blocks that share a byte are apart."""
     step, found = ours.step, set()
     known: dict[int, bool] = {}

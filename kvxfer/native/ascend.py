@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.errors import KvxferError, TransportUnavailable
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 
 WHY_BYTES = 4096
 # Status codes of the vendor that people meet, in words. The set is open: `meaning` falls back to our own status.
@@ -118,27 +118,27 @@ def device_info(device: int) -> AscendDevice:
     """
     table = _table()
     if isinstance(table, AscendMissing):
-        raise TransportUnavailable(table.reason, status=Status.UNSUPPORTED, device=device)
+        raise TransportUnavailable(table.reason, status=StatusCode.UNSUPPORTED, device=device)
     raw = ffi.new("uint32_t *")
     free, total, physical = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int32_t *")
     status = table.device_info(device, free, total, raw)
-    if status != Status.OK:
+    if status != StatusCode.OK:
         said = _text(table.last_error()) if raw[0] else ""
         raise vendor_error(status, raw[0], what=f"device {device}", said=said, device=device)
-    found = table.device_physical(device, physical, raw) == Status.OK
+    found = table.device_physical(device, physical, raw) == StatusCode.OK
     health = table.device_healthy(device, raw)
     return AscendDevice(
         device=device,
         physical=physical[0] if found else None,
-        healthy=None if health == Status.UNSUPPORTED else health == Status.OK,
+        healthy=None if health == StatusCode.UNSUPPORTED else health == StatusCode.OK,
         hbm_free_bytes=free[0],
         hbm_total_bytes=total[0],
     )
 
 
-def status_of(raw: int) -> Status:
+def status_of(raw: int) -> StatusCode:
     """Our status for one of the vendor's."""
-    return Status(lib.kvx_ascend_status(raw))
+    return StatusCode(lib.kvx_ascend_status(raw))
 
 
 def latches(raw: int) -> bool:

@@ -33,7 +33,7 @@ from kvxfer.logs import logger
 from kvxfer.memory import numa
 from kvxfer.native import status
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import Status, check_length, error_for, limit_reached, not_addressable
+from kvxfer.native.status import StatusCode, check_length, error_for, limit_reached, not_addressable
 from kvxfer.native.types import (
     Caps,
     ChoiceKind,
@@ -145,7 +145,7 @@ class Life:
         del keep  # the engine has its own copies
         if status != 0:
             text = ffi.string(why).decode("utf-8", "replace") or "cannot open the engine"
-            if status == Status.INVALID:
+            if status == StatusCode.INVALID:
                 raise ConfigError(text, status=status)
             raise TransportUnavailable(text, status=status, transport=",".join(config.transports))
         self._engine = engine_p[0]
@@ -448,7 +448,7 @@ class Memory(Life):
         try:
             yield
         except TooLarge as error:
-            if error.status != Status.LIMIT or error.message != error_for(Status.LIMIT, what=what).message:
+            if error.status != StatusCode.LIMIT or error.message != error_for(StatusCode.LIMIT, what=what).message:
                 raise  # it is about this memory, or about an accelerator, and says so
             ends = "release regions that are no longer used"
             raise limit_reached(what, "regions_max", self.config.regions_max, ends) from None
@@ -526,7 +526,7 @@ class Memory(Life):
             parts = ffi.from_buffer("kvx_part[]", np.ascontiguousarray(blocks.parts))
             ids = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(blocks.blocks))
             status = lib.kvx_grant_create_blocks(*where, parts, len(parts), ids, len(ids), info)
-        if status == Status.LIMIT:
+        if status == StatusCode.LIMIT:
             ends = "try again when offers, tickets or shares of this process have ended"
             raise limit_reached("grant", "grants_max", self.config.grants_max, ends)
         if status != 0:
@@ -562,7 +562,7 @@ class Connections(Life):
         engine = self._require_loop()
         told = ffi.NULL if secret is None else ffi.new("uint8_t[32]", secret)
         status = lib.kvx_peer_connect(engine, transport, endpoint.encode(), told, self._id_p, self._token_p)
-        if status == Status.LIMIT:
+        if status == StatusCode.LIMIT:
             raise limit_reached("connect", "peers_max", self.config.peers_max, "try again when some are closed")
         if status != 0:
             raise error_for(status, what="connect", endpoint=endpoint)
@@ -572,7 +572,7 @@ class Connections(Life):
         """End a connection: its transfers complete, its imports go. One that is gone already resolves at once."""
         engine = self._require_loop()
         status = lib.kvx_peer_close(engine, peer, self._token_p)
-        if status == Status.NO_PEER:
+        if status == StatusCode.NO_PEER:
             assert self._loop is not None
             gone = self._loop.create_future()
             gone.set_result(Event(EventKind.PEER_CLOSED, 0, 0, peer, 0, 0, 0, 0, -1))
@@ -613,7 +613,7 @@ class Connections(Life):
         info = ffi.new("kvx_import_info *")
         engine = self._mine()
         status = lib.kvx_import_viewed(engine, import_, 1)
-        if status == Status.UNSUPPORTED:
+        if status == StatusCode.UNSUPPORTED:
             return None
         if status == 0:
             status = lib.kvx_import_query(engine, import_, info)
@@ -631,7 +631,7 @@ class Connections(Life):
     def release_import(self, import_: int) -> None:
         """Let go of an import; its running transfers still complete. One that is gone already is fine."""
         status = lib.kvx_import_release(self._mine(), import_)
-        if status not in (0, Status.NO_IMPORT):
+        if status not in (0, StatusCode.NO_IMPORT):
             raise error_for(status, what="release_import")
 
 
@@ -711,7 +711,7 @@ class Engine(Memory, Connections, Notes):
             segment.remote_offset = remote_offset
             segment.length = length
         except OverflowError:
-            raise error_for(Status.LENGTH, what="submit", offset=local_offset, length=length) from None
+            raise error_for(StatusCode.LENGTH, what="submit", offset=local_offset, length=length) from None
         return self._submit(kind, region, import_, segment, 1, notify, check, priority)
 
     def _submit(
@@ -766,4 +766,4 @@ class Engine(Memory, Connections, Notes):
         return parse_counters(bytes(ffi.buffer(native)))
 
 
-_WITH_SEGMENT = frozenset((Status.LENGTH, Status.LOCAL_RANGE, Status.RANGE))
+_WITH_SEGMENT = frozenset((StatusCode.LENGTH, StatusCode.LOCAL_RANGE, StatusCode.RANGE))

@@ -20,7 +20,7 @@ from kvxfer.native.types import DeviceInfo, MemoryKind, RegionInfo
 ERRNO_MAX = 4095  # of the kernel's; what is larger was answered by an accelerator's library
 
 
-class Status(IntEnum):
+class StatusCode(IntEnum):
     """``enum kvx_status`` without its prefix."""
 
     OK = 0
@@ -78,84 +78,88 @@ class Status(IntEnum):
 # class, what happened, what to do
 _Entry = tuple[type[KvxferError], str, str | None]
 
-BY_STATUS: Mapping[Status, _Entry] = {
-    Status.AGAIN: (errors.BusyError, "the engine is full", "try again when a transfer has completed"),
-    Status.INVALID: (errors.UsageError, "an argument makes no sense", None),
-    Status.LENGTH: (errors.InvalidLength, "a length is zero, too large or overflows", None),
-    Status.OVERLAP: (errors.OverlapError, "the memory overlaps a registered region in part", None),
-    Status.ALIGN: (errors.AlignmentError, "address or length is not aligned as the transport requires", None),
-    Status.BUSY: (errors.RegionBusy, "the region has transfers in flight", "wait for them"),
-    Status.NO_REGION: (errors.UnknownRegion, "no such region", None),
-    Status.NO_PEER: (errors.UnknownRegion, "no such peer", None),
-    Status.NO_IMPORT: (errors.UnknownRegion, "no such import", None),
-    Status.NO_GRANT: (errors.UnknownRegion, "no such grant", None),
-    Status.NO_TRANSPORT: (errors.TransportUnavailable, "no such transport in this engine", None),
-    Status.LIMIT: (errors.TooLarge, "a configured maximum is reached", None),
-    Status.CLOSED: (errors.ClosedError, "the engine is closed", None),
-    Status.LOCAL_RANGE: (errors.OutOfRange, "a segment leaves the local region", None),
-    Status.READ_ONLY: (errors.ReadOnlyError, "the local memory was registered read-only", None),
-    Status.PENDING: (errors.InternalError, "an internal status escaped the engine", None),
-    Status.CANCELLED: (errors.TransferCancelled, "the transfer was cancelled", None),
-    Status.RANGE: (errors.OutOfRange, "a segment leaves the remote memory", None),
-    Status.ACCESS: (errors.AccessDenied, "the descriptor does not allow this direction", None),
-    Status.KEY: (errors.WrongKey, "the descriptor's key does not match the owner's", None),
-    Status.STALE: (errors.StaleDescriptor, "the descriptor is of another generation of the region", None),
-    Status.UNKNOWN: (errors.UnknownTransfer, "the owner knows no such grant", "it expired or was released"),
-    Status.REVOKED: (errors.Revoked, "the owner withdrew the memory", None),
-    Status.INTEGRITY: (errors.IntegrityError, "checksums of source and target differ", "do not use the bytes"),
-    Status.INJECTED: (errors.InjectedFault, "failed on purpose", None),
-    Status.PEER_LOST: (errors.PeerLost, "the connection to the peer ended", None),
-    Status.NOT_SENT: (errors.PeerLost, "the connection to the peer ended before anything was sent", None),
-    Status.UNREACHABLE: (errors.PeerUnreachable, "the peer could not be reached", None),
-    Status.TIMEOUT: (errors.PeerUnreachable, "the peer did not answer in time", None),
-    Status.NOT_KVXFER: (errors.NotKvxfer, "whatever answered does not speak kvxfer", None),
-    Status.VERSION: (errors.VersionMismatch, "the peer speaks another version of the data protocol", None),
-    Status.OTHER_HOST: (errors.PeerUnreachable, "the peer is on another host than this transport reaches", None),
-    Status.REFUSED: (errors.PeerError, "the peer is full or refuses us", None),
-    Status.LINK: (
+BY_STATUS: Mapping[StatusCode, _Entry] = {
+    StatusCode.AGAIN: (errors.BusyError, "the engine is full", "try again when a transfer has completed"),
+    StatusCode.INVALID: (errors.UsageError, "an argument makes no sense", None),
+    StatusCode.LENGTH: (errors.InvalidLength, "a length is zero, too large or overflows", None),
+    StatusCode.OVERLAP: (errors.OverlapError, "the memory overlaps a registered region in part", None),
+    StatusCode.ALIGN: (errors.AlignmentError, "address or length is not aligned as the transport requires", None),
+    StatusCode.BUSY: (errors.RegionBusy, "the region has transfers in flight", "wait for them"),
+    StatusCode.NO_REGION: (errors.UnknownRegion, "no such region", None),
+    StatusCode.NO_PEER: (errors.UnknownRegion, "no such peer", None),
+    StatusCode.NO_IMPORT: (errors.UnknownRegion, "no such import", None),
+    StatusCode.NO_GRANT: (errors.UnknownRegion, "no such grant", None),
+    StatusCode.NO_TRANSPORT: (errors.TransportUnavailable, "no such transport in this engine", None),
+    StatusCode.LIMIT: (errors.TooLarge, "a configured maximum is reached", None),
+    StatusCode.CLOSED: (errors.ClosedError, "the engine is closed", None),
+    StatusCode.LOCAL_RANGE: (errors.OutOfRange, "a segment leaves the local region", None),
+    StatusCode.READ_ONLY: (errors.ReadOnlyError, "the local memory was registered read-only", None),
+    StatusCode.PENDING: (errors.InternalError, "an internal status escaped the engine", None),
+    StatusCode.CANCELLED: (errors.TransferCancelled, "the transfer was cancelled", None),
+    StatusCode.RANGE: (errors.OutOfRange, "a segment leaves the remote memory", None),
+    StatusCode.ACCESS: (errors.AccessDenied, "the descriptor does not allow this direction", None),
+    StatusCode.KEY: (errors.WrongKey, "the descriptor's key does not match the owner's", None),
+    StatusCode.STALE: (errors.StaleDescriptor, "the descriptor is of another generation of the region", None),
+    StatusCode.UNKNOWN: (errors.UnknownTransfer, "the owner knows no such grant", "it expired or was released"),
+    StatusCode.REVOKED: (errors.Revoked, "the owner withdrew the memory", None),
+    StatusCode.INTEGRITY: (errors.IntegrityError, "checksums of source and target differ", "do not use the bytes"),
+    StatusCode.INJECTED: (errors.InjectedFault, "failed on purpose", None),
+    StatusCode.PEER_LOST: (errors.PeerLost, "the connection to the peer ended", None),
+    StatusCode.NOT_SENT: (errors.PeerLost, "the connection to the peer ended before anything was sent", None),
+    StatusCode.UNREACHABLE: (errors.PeerUnreachable, "the peer could not be reached", None),
+    StatusCode.TIMEOUT: (errors.PeerUnreachable, "the peer did not answer in time", None),
+    StatusCode.NOT_KVXFER: (errors.NotKvxfer, "whatever answered does not speak kvxfer", None),
+    StatusCode.VERSION: (errors.VersionMismatch, "the peer speaks another version of the data protocol", None),
+    StatusCode.OTHER_HOST: (errors.PeerUnreachable, "the peer is on another host than this transport reaches", None),
+    StatusCode.REFUSED: (errors.PeerError, "the peer is full or refuses us", None),
+    StatusCode.LINK: (
         errors.PeerLost,
         "the accelerator library's link to the peer failed",
         "it is made anew on next use; if it fails again, look at both cards' network with `kvxfer doctor`",
     ),
-    Status.ENCRYPTION: (
+    StatusCode.ENCRYPTION: (
         errors.EncryptionMismatch,
         "this side and the peer differ in tcp_encryption",
         "set tcp_encryption to the same value on both sides",
     ),
-    Status.SECRET: (
+    StatusCode.SECRET: (
         errors.AuthenticationError,
         "whoever answers does not know the secret of this endpoint (tcp_encryption)",
         "the owner has restarted, or somebody stands in between: get a new descriptor",
     ),
-    Status.NOMEM: (errors.ResourceExhausted, "out of memory", None),
-    Status.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),
-    Status.SHM_SPACE: (errors.ShmTooSmall, "there is not enough memory for the allocation", "ask for less"),
-    Status.MEMLOCK: (errors.ResourceExhausted, "the limit of locked memory is too low", "raise it (ulimit -l)"),
-    Status.UNSUPPORTED: (errors.TransportUnavailable, "this machine or transport cannot do it", None),
-    Status.SYSTEM: (errors.TransportError, "a system call failed", None),
-    Status.CMA_DENIED: (errors.TransportUnavailable, "cross-memory attach is not allowed between the processes", None),
-    Status.NO_DEVICE: (errors.TransportUnavailable, "no such accelerator", "`kvxfer doctor` lists the devices"),
-    Status.NO_CONTEXT: (
+    StatusCode.NOMEM: (errors.ResourceExhausted, "out of memory", None),
+    StatusCode.FDS: (errors.ResourceExhausted, "out of file descriptors", "raise the limit of open files (ulimit -n)"),
+    StatusCode.SHM_SPACE: (errors.ShmTooSmall, "there is not enough memory for the allocation", "ask for less"),
+    StatusCode.MEMLOCK: (errors.ResourceExhausted, "the limit of locked memory is too low", "raise it (ulimit -l)"),
+    StatusCode.UNSUPPORTED: (errors.TransportUnavailable, "this machine or transport cannot do it", None),
+    StatusCode.SYSTEM: (errors.TransportError, "a system call failed", None),
+    StatusCode.CMA_DENIED: (
+        errors.TransportUnavailable,
+        "cross-memory attach is not allowed between the processes",
+        None,
+    ),
+    StatusCode.NO_DEVICE: (errors.TransportUnavailable, "no such accelerator", "`kvxfer doctor` lists the devices"),
+    StatusCode.NO_CONTEXT: (
         errors.TransportUnavailable,
         "the accelerator has no context in this thread: no device was set",
         "set the device before the framework's memory is used or registered",
     ),
-    Status.DEVICE: (
+    StatusCode.DEVICE: (
         errors.TransportError,
         "the accelerator or its driver failed",
         "`kvxfer doctor` tells its state; after a lost device only a restart of this process helps",
     ),
-    Status.DEVICE_MEMORY: (
+    StatusCode.DEVICE_MEMORY: (
         errors.RegistrationError,
         "not enough contiguous memory on the accelerator",
         "ask for less, leave headroom beside the framework's pool, or allow spill='dram'",
     ),
-    Status.HOST_MEMORY: (
+    StatusCode.HOST_MEMORY: (
         errors.RegistrationError,
         "the accelerator does not reach this host memory",
         "it must come from the driver: allocate it with memory='dram' and device=N",
     ),
-    Status.INTERNAL: (errors.InternalError, "a bug in the native engine", None),
+    StatusCode.INTERNAL: (errors.InternalError, "a bug in the native engine", None),
 }
 
 _RANGES: tuple[tuple[int, int, type[KvxferError]], ...] = (
@@ -168,7 +172,7 @@ _RANGES: tuple[tuple[int, int, type[KvxferError]], ...] = (
 
 def _entry(status: int) -> _Entry:
     try:
-        return BY_STATUS[Status(status)]
+        return BY_STATUS[StatusCode(status)]
     except (ValueError, KeyError):
         for low, high, base in _RANGES:
             if low <= status <= high:
@@ -207,7 +211,7 @@ def limit_reached(what: str, option: str, limit: int, ends: str) -> errors.TooMa
     """
     return errors.TooManyPending(
         f"{what}: this engine holds as many as {option} allows, {limit}",
-        status=int(Status.LIMIT),
+        status=int(StatusCode.LIMIT),
         option=option,
         limit=limit,
         hint=f"{ends}, or raise {option}",
@@ -248,18 +252,18 @@ SPILL = 1  # KVX_ALLOC_SPILL
 BOUNDARY = 2 << 20  # of device memory that a card's library registers
 
 _HINTS = {
-    Status.DEVICE_MEMORY: "it must be contiguous: free some memory of the device, ask for less, or use spill='dram'",
-    Status.HOST_MEMORY: "memory of the driver's own allocator is needed: alloc(memory='dram', device=N)",
-    Status.NO_CONTEXT: "set a device first, e.g. torch.npu.set_device(N), and check that the driver answers",
-    Status.UNSUPPORTED: "`kvxfer doctor` says what this process lacks for accelerators, and what to do",
-    Status.LIMIT: "use few large regions instead of many small registrations",
+    StatusCode.DEVICE_MEMORY: "it must be contiguous: free memory of the device, ask for less, or use spill='dram'",
+    StatusCode.HOST_MEMORY: "memory of the driver's own allocator is needed: alloc(memory='dram', device=N)",
+    StatusCode.NO_CONTEXT: "set a device first, e.g. torch.npu.set_device(N), and check that the driver answers",
+    StatusCode.UNSUPPORTED: "`kvxfer doctor` says what this process lacks for accelerators, and what to do",
+    StatusCode.LIMIT: "use few large regions instead of many small registrations",
 }
 
 
 def check_length(value: int) -> None:
     """Lengths and offsets fit 64 bits."""
     if not 0 <= value < 1 << 64:
-        raise error_for(Status.LENGTH, length=value if abs(value) < 1 << 80 else None)
+        raise error_for(StatusCode.LENGTH, length=value if abs(value) < 1 << 80 else None)
 
 
 def region_info(info: Any) -> RegionInfo:
@@ -291,29 +295,29 @@ def memory_error(ffi: Any, status: int, why: Any, what: str, **fields: Field) ->
     """The typed error of a failed call about memory."""
     text = _whole_sentences(ffi.string(why.text).decode("utf-8", "replace"), len(why.text))
     fields["vendor_status"] = why.raw or None
-    if status == Status.OVERLAP:
+    if status == StatusCode.OVERLAP:
         fields["conflict"] = why.conflict or None
         if why.conflict and why.length:
             fields["conflict_address"], fields["conflict_length"] = hex(why.base), why.length
-    if status == Status.DEVICE_MEMORY and why.total_bytes:
+    if status == StatusCode.DEVICE_MEMORY and why.total_bytes:
         fields["free_bytes"], fields["total_bytes"] = why.free_bytes, why.total_bytes
-    if isinstance(fields.get("address"), int) and status != Status.ALIGN:
+    if isinstance(fields.get("address"), int) and status != StatusCode.ALIGN:
         fields["address"] = hex(int(fields["address"] or 0))
-    hint = _HINTS.get(Status(status)) if status in _HINTS and fields.get("device") is not None else None
+    hint = _HINTS.get(StatusCode(status)) if status in _HINTS and fields.get("device") is not None else None
     if hint and "`kvxfer doctor`" in text:
         hint = None  # it says so itself
-    if status == Status.ALIGN and why.required:
+    if status == StatusCode.ALIGN and why.required:
         fields["required"], fields["got"] = why.required, int(fields["address"] or 0) & -int(fields["address"] or 1)
         fields["address"] = hex(int(fields["address"] or 0))
         hint = "alloc() gives memory that suits every transport in use"
-    elif status == Status.ALIGN:
+    elif status == StatusCode.ALIGN:
         boundary, hint = _alignment(why, fields)
         text = text or boundary
-    if status == Status.LIMIT and why.required:
+    if status == StatusCode.LIMIT and why.required:
         fields["limit"], hint = why.required, "register the memory in several pieces (register_many)"
     error = error_for(status, sys_errno=why.sys_errno, what=what)
     error.fields |= fields
-    if status == Status.READ_ONLY and what == "register":
+    if status == StatusCode.READ_ONLY and what == "register":
         error.message = f"register: the memory is not writable: {text}"
         error.args = (error.message,)
         hint = "a peer's put would end this process: register memory that may be written, or register it read-only"
@@ -377,7 +381,7 @@ def room() -> dict[str, Field]:
     return {"have": available, "limit": "MemAvailable"}
 
 
-_MORE = {Status.SHM_SPACE: room}
+_MORE = {StatusCode.SHM_SPACE: room}
 
 
 def register(
@@ -391,7 +395,7 @@ def register(
         fields: dict[str, Field] = {"length": length}
         if device >= 0:
             fields |= {"address": address, "memory": kind.word, "device": device}
-        elif status == Status.ALIGN:
+        elif status == StatusCode.ALIGN:
             fields["address"] = address
         raise memory_error(ffi, status, why, "register", **fields)
     return region_info(info)
@@ -415,7 +419,7 @@ def device_count(ffi: Any, lib: Any) -> int:
     why = ffi.new("char[1024]")
     table = lib.kvx_ascend_get(why, 1024)
     if table == ffi.NULL:
-        error = error_for(Status.UNSUPPORTED, what="devices")
+        error = error_for(StatusCode.UNSUPPORTED, what="devices")
         error.message = f"{error.message}: {ffi.string(why).decode('utf-8', 'replace')}"
         error.args = (error.message,)
         raise error

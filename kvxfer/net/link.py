@@ -209,7 +209,7 @@ def _drop(_: Message) -> None:
     """Nobody wants to know."""
 
 
-class _Waiting:
+class _PendingReply:
     """A future, and the timer behind it."""
 
     __slots__ = ("future", "timer", "what")
@@ -232,7 +232,7 @@ class Requests:
         self._pending_max = pending_max
         self._waits_max = waits_max
         self._waits: set[int] = set()
-        self._pending: dict[int, _Waiting | Then] = {}
+        self._pending: dict[int, _PendingReply | Then] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class Requests:
         """The reply; an `Error` reply is raised as the error that it names. Raises `TransferTimeout`. Cancel-safe."""
         if waits:
             self._waits.add(number)
-        waiting = _Waiting(self._loop.create_future(), what)
+        waiting = _PendingReply(self._loop.create_future(), what)
         waiting.timer = self._loop.call_later(timeout, self._deadline_passed, waiting, peer)
         self._pending[number] = waiting
         try:
@@ -284,7 +284,7 @@ class Requests:
             return False
         waiting = self._pending.pop(reply.rid)
         self._waits.discard(reply.rid)
-        if not isinstance(waiting, _Waiting):
+        if not isinstance(waiting, _PendingReply):
             waiting(reply)
             return True
         if waiting.future.done():
@@ -302,13 +302,13 @@ class Requests:
         pending, self._pending = self._pending, {}
         self._waits.clear()
         for waiting in pending.values():
-            if isinstance(waiting, _Waiting) and not waiting.future.done():
+            if isinstance(waiting, _PendingReply) and not waiting.future.done():
                 waiting.future.set_exception(copy.copy(error))
 
-    def _deadline_passed(self, waiting: _Waiting, peer: str) -> None:
+    def _deadline_passed(self, waiting: _PendingReply, peer: str) -> None:
         waiting.timer = self._loop.call_later(LATE_GRACE_S, self._give_up, waiting, peer)
 
-    def _give_up(self, waiting: _Waiting, peer: str) -> None:
+    def _give_up(self, waiting: _PendingReply, peer: str) -> None:
         if not waiting.future.done():
             text = f"no reply to {waiting.what} before the deadline"
             waiting.future.set_exception(TransferTimeout(text, peer=peer, state=ANSWER))

@@ -34,14 +34,14 @@ from kvxfer.rendezvous.postings import (
     COPIES_S,
     FOUND_BY_KEY,
     SINGLE_USE,
-    Claim,
+    ClaimEntry,
     ClaimKey,
     Ended,
     EndedMemory,
     Line,
     Party,
     Posting,
-    Waiter,
+    WaitingClaim,
     WaitingRoom,
     check_boxes,
     check_posting,
@@ -71,7 +71,7 @@ class Book:
         self._random = random
         self._postings: dict[str, Posting] = {}
         self._by_key: dict[Line, Posting] = {}
-        self._orphans: dict[str, dict[ClaimKey, Claim]] = {}  # by the claimant's node
+        self._orphans: dict[str, dict[ClaimKey, ClaimEntry]] = {}  # by the claimant's node
         self._waiting = WaitingRoom(config.waiting_max)
         self._ended = EndedMemory(config.expired_memory_max)
         self._timeline: Timeline[tuple[str, str, int]] = Timeline()
@@ -241,11 +241,11 @@ class Book:
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
 
-    def give_up(self, now: float, what: Waiter | Claim) -> list[Action]:
+    def give_up(self, now: float, what: WaitingClaim | ClaimEntry) -> list[Action]:
         """Nobody takes the answer to this request any more. What was granted meanwhile ends as it does when its asker
         finds the answer too late (it settles such a claim, a round trip from now): nobody uses it.
         """
-        if isinstance(what, Claim):
+        if isinstance(what, ClaimEntry):
             return self._settle(now, what, "settled", TransferTimeout.code, "", tell=True)
         self._drop_waiter(what)
         return []
@@ -273,12 +273,12 @@ class Book:
         told = code if code not in ("", "done") else outcome
         return done + self._settle(now, claim, what, told, detail, tell=claimant)
 
-    def claimant_lost(self, now: float, claim: Claim) -> list[Action]:
+    def claimant_lost(self, now: float, claim: ClaimEntry) -> list[Action]:
         """The claimant is gone for good."""
         name = claim.party.name if claim.party is not None else "the claimant's node"
         return self._settle(now, claim, "lost", PeerLost.code, f"{name} ended", tell=True)
 
-    def orphan(self, now: float, claim: Claim) -> list[Action]:
+    def orphan(self, now: float, claim: ClaimEntry) -> list[Action]:
         """The claimant's daemon is out of reach. The claim stays: the data path may still work."""
         assert claim.party is not None
         del claim.party.claims[claim.key]
@@ -301,7 +301,7 @@ class Book:
             self._forget_orphan(claim)
         return self.hand_over(back, party)
 
-    def hand_over(self, claims: Sequence[Claim], party: Party) -> list[Action]:
+    def hand_over(self, claims: Sequence[ClaimEntry], party: Party) -> list[Action]:
         """From now on the claimants are reached over another link. Some grants may have been lost with the earlier one,
         so their node is asked which of them it knows: what it does not know, nobody would ever settle.
         """
@@ -455,7 +455,7 @@ class Book:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
         who = (party, party.node_id, party.incarnation, engine_id)
-        claim = Claim(posting, posting.issued, *who, now, party.session, rid, party.account, part)
+        claim = ClaimEntry(posting, posting.issued, *who, now, party.session, rid, party.account, part)
         if part:
             posting.taken += part
             posting.writers.add(engine_id)
@@ -476,7 +476,7 @@ class Book:
         # The owner first: it must know of whoever may write, even if this daemon ends now.
         return [_notice(claim, "claimed", "", "", boxes=part), answer]
 
-    def _settle(self, now: float, claim: Claim, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
+    def _settle(self, now: float, claim: ClaimEntry, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
         posting = claim.posting
         self._forget_claim(now, claim, code)
         posting.broken |= bool(posting.boxes) and code != "done"
@@ -524,7 +524,7 @@ class Book:
         self._ended.add(posting, how, committed=detail == COMMITTED, now=now)
         return actions + self.send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
-    def _forget_claim(self, now: float, claim: Claim, reason: str) -> None:
+    def _forget_claim(self, now: float, claim: ClaimEntry, reason: str) -> None:
         if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected
             self.tally.add(claim.posting.kind, reason, now - claim.since)
         del claim.posting.claims[claim.number]
@@ -535,14 +535,14 @@ class Book:
             del claim.party.claims[claim.key]
             claim.party.forget_request(claim)
 
-    def _forget_orphan(self, claim: Claim) -> None:
+    def _forget_orphan(self, claim: ClaimEntry) -> None:
         of_node = self._orphans[claim.node_id]
         del of_node[claim.key]
         if not of_node:
             del self._orphans[claim.node_id]
         self._timeline.drop(("orphan", *claim.key))
 
-    def _drop_waiter(self, waiter: Waiter) -> None:
+    def _drop_waiter(self, waiter: WaitingClaim) -> None:
         self._waiting.leave(waiter)
         self._timeline.drop(("waiter", "", waiter.number))
 
@@ -599,7 +599,7 @@ def _posted(now: float, party: Party, rid: int, posting: Posting) -> Posted:
 
 
 def _notice(
-    claim: Claim, what: str, code: str, detail: str, *, to: Party | None = None, boxes: tuple[Box, ...] = ()
+    claim: ClaimEntry, what: str, code: str, detail: str, *, to: Party | None = None, boxes: tuple[Box, ...] = ()
 ) -> Notify:
     return Notify(
         link=(to or claim.posting.owner).link,
@@ -614,5 +614,5 @@ def _notice(
     )
 
 
-def _is_claimant(party: Party, claim: Claim) -> bool:
+def _is_claimant(party: Party, claim: ClaimEntry) -> bool:
     return claim.party is party or (not party.is_worker and party.node_id == claim.node_id)

@@ -36,7 +36,7 @@ class _Channel:
     size: int = 0
 
 
-class Mailboxes:
+class MailboxStore:
     """All channels of one daemon. Methods raise `KvxferError` and then have changed nothing."""
 
     def __init__(self, config: Config) -> None:

@@ -60,7 +60,7 @@ class Posting:
     places: int
     deadline: float | None
     namespace: str = ""
-    claims: dict[int, Claim] = field(default_factory=dict)
+    claims: dict[int, ClaimEntry] = field(default_factory=dict)
     issued: int = 0
     spent: int = 0
     boxes: tuple[Box, ...] = ()
@@ -94,7 +94,7 @@ class Posting:
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class ClaimEntry:
     """One claimant's use of a posting. `party` is None while the claimant's daemon is out of reach; `session` names the
     connection over which it was granted, whoever carries the news later; ``rid`` is the request's number there."""
 
@@ -116,7 +116,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class RemoteClaim:
     """A claim of one of our workers on a posting of another node; ``rid``: the worker's number for its request."""
 
     key: ClaimKey
@@ -126,7 +126,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiter:
+class WaitingClaim:
     """A claim that found nothing yet; `number` tells its place among all, `why` what it did not find."""
 
     number: int
@@ -150,10 +150,12 @@ class Party:
     session: str = ""
     posting_bytes: int = 0
     postings: dict[str, Posting] = field(default_factory=dict)
-    claims: dict[ClaimKey, Claim] = field(default_factory=dict)
-    waiters: dict[int, Waiter] = field(default_factory=dict)
-    routes: dict[ClaimKey, Route] = field(default_factory=dict)
-    requests: dict[int, Waiter | Claim | Route] = field(default_factory=dict)  # what each request has come to, by rid
+    claims: dict[ClaimKey, ClaimEntry] = field(default_factory=dict)
+    waiters: dict[int, WaitingClaim] = field(default_factory=dict)
+    routes: dict[ClaimKey, RemoteClaim] = field(default_factory=dict)
+    requests: dict[int, WaitingClaim | ClaimEntry | RemoteClaim] = field(
+        default_factory=dict
+    )  # what each request has come to, by rid
 
     @property
     def is_worker(self) -> bool:
@@ -164,12 +166,12 @@ class Party:
         """For whom its share is counted: a node with all its links, or this worker."""
         return self.node_id or self.link
 
-    def asked(self, rid: int, what: Waiter | Claim | Route) -> None:
+    def asked(self, rid: int, what: WaitingClaim | ClaimEntry | RemoteClaim) -> None:
         """The request ``rid`` of this link waits, or was granted: it may still be given up."""
         if rid:
             self.requests[rid] = what
 
-    def forget_request(self, what: Waiter | Claim | Route) -> None:
+    def forget_request(self, what: WaitingClaim | ClaimEntry | RemoteClaim) -> None:
         """It has ended, or is no longer reached over this link, whose numbers then mean nothing."""
         if self.requests.get(what.rid) is what:
             del self.requests[what.rid]
@@ -201,31 +203,31 @@ class WaitingRoom:
 
     def __init__(self, limit: int) -> None:
         self._shares = Shares(limit)
-        self._waiters: dict[int, Waiter] = {}
+        self._waiters: dict[int, WaitingClaim] = {}
         self._lines: dict[Line, OrderedDict[int, None]] = {}
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def get(self, number: int) -> Waiter | None:
+    def get(self, number: int) -> WaitingClaim | None:
         return self._waiters.get(number)
 
     def enter(
         self, party: Party, rid: int, line: Line, engine_id: str, why: str, boxes: tuple[Box, ...] = ()
-    ) -> Waiter:
+    ) -> WaitingClaim:
         """Raises `TooManyPending`."""
         if not self._shares.room(party.account):
             raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
         self._shares.take(party.account)
         self._last += 1
-        waiter = Waiter(self._last, party, rid, line, engine_id, why, boxes)
+        waiter = WaitingClaim(self._last, party, rid, line, engine_id, why, boxes)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
         party.asked(rid, waiter)
         self._lines.setdefault(line, OrderedDict())[waiter.number] = None
         return waiter
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: WaitingClaim) -> None:
         del self._waiters[waiter.number], waiter.party.waiters[waiter.number]
         waiter.party.forget_request(waiter)
         self._shares.give(waiter.party.account)
@@ -234,15 +236,15 @@ class WaitingRoom:
         if not line:
             del self._lines[waiter.line]
 
-    def oldest(self, lines: Iterable[Line]) -> Waiter | None:
+    def oldest(self, lines: Iterable[Line]) -> WaitingClaim | None:
         """Who has waited longest in any of these lines."""
         heads = [next(iter(self._lines[line])) for line in lines if line in self._lines]
         return self._waiters[min(heads)] if heads else None
 
-    def line(self, line: Line) -> list[Waiter]:
+    def line(self, line: Line) -> list[WaitingClaim]:
         return [self._waiters[number] for number in self._lines.get(line, ())]
 
-    def everybody(self) -> list[Waiter]:
+    def everybody(self) -> list[WaitingClaim]:
         return list(self._waiters.values())
 
     def check(self) -> None:

@@ -29,9 +29,9 @@ from kvxfer.errors import (
 )
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
-from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import ClaimKey, Party, Route
-from kvxfer.rendezvous.routes import Routes
+from kvxfer.rendezvous.mailbox import MailboxStore
+from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim
+from kvxfer.rendezvous.routes import RemoteClaims
 from kvxfer.rendezvous.shares import is_greedy
 from kvxfer.rendezvous.tally import Tally
 
@@ -69,8 +69,8 @@ class Registry:
         self._workers = 0
         self._peers: dict[str, dict[Link, Party]] = {}
         self._book = Book(config, node_id=node_id, incarnation=incarnation, random=random)
-        self._routes = Routes()
-        self._mailboxes = Mailboxes(config)
+        self._routes = RemoteClaims()
+        self._mailboxes = MailboxStore(config)
         # (message, reason) -> how often something came that fits no state; harmless, but worth a metric
         self.unexpected: dict[tuple[str, str], int] = {}
 
@@ -229,7 +229,7 @@ class Registry:
         found = None if party is None else party.requests.get(request)
         if found is None:
             self._count_unexpected("give_up", "unknown_request")
-        elif isinstance(found, Route):
+        elif isinstance(found, RemoteClaim):
             self._routes.drop(found)
             actions.append(_settle_elsewhere(found.node_id, found.key, "cancelled", TransferTimeout.code, ""))
         else:

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import Counter
 
 from kvxfer.rendezvous.actions import Notify
-from kvxfer.rendezvous.postings import ClaimKey, Party, Route
+from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim
 
 
-class Routes:
+class RemoteClaims:
     """All routes of one daemon. Nothing here has a deadline: a route ends with its claim or with its worker."""
 
     def __init__(self) -> None:
-        self._by_node: dict[str, dict[ClaimKey, Route]] = {}
+        self._by_node: dict[str, dict[ClaimKey, RemoteClaim]] = {}
         self._nodes: Counter[ClaimKey] = Counter()  # at how many nodes there is a claim with this name
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def get(self, node_id: str, key: ClaimKey) -> Route | None:
+    def get(self, node_id: str, key: ClaimKey) -> RemoteClaim | None:
         """Our claim with this name at that node."""
         return self._by_node.get(node_id, {}).get(key)
 
@@ -31,7 +31,7 @@ class Routes:
         """Some worker has a claim with this name, at some node."""
         return key in self._nodes
 
-    def all(self) -> list[Route]:
+    def all(self) -> list[RemoteClaim]:
         return [route for of_node in self._by_node.values() for route in of_node.values()]
 
     def live_to(self, node_id: str) -> int:
@@ -45,12 +45,12 @@ class Routes:
         old, own = self.get(node_id, key), party.routes.get(key)
         return (old is not None and old.party is not party) or (own is not None and own.node_id != node_id)
 
-    def add(self, party: Party, node_id: str, key: ClaimKey, rid: int = 0) -> Route:
+    def add(self, party: Party, node_id: str, key: ClaimKey, rid: int = 0) -> RemoteClaim:
         """Remember a claim that is in no `conflict`; the same claim again replaces the earlier route."""
         old = self.get(node_id, key)
         if old is not None:
             self.drop(old)
-        route = Route(key, node_id, party, rid)
+        route = RemoteClaim(key, node_id, party, rid)
         party.routes[key] = route
         party.asked(rid, route)
         self._by_node.setdefault(node_id, {})[key] = route
@@ -58,7 +58,7 @@ class Routes:
         self._count += 1
         return route
 
-    def drop(self, route: Route) -> None:
+    def drop(self, route: RemoteClaim) -> None:
         del route.party.routes[route.key]
         route.party.forget_request(route)
         of_node = self._by_node[route.node_id]

@@ -13,7 +13,7 @@ from kvxfer.bench.histogram import Histogram
 from kvxfer.bench.measure import due, schedule, verify
 from kvxfer.bench.pair import connected
 from kvxfer.bench.rows import loads
-from kvxfer.bench.run import Plan, Run
+from kvxfer.bench.run import BenchPlan, Run
 from kvxfer.bench.work import QUICK, TINY, Segments
 from kvxfer.cli import main
 from kvxfer.errors import IntegrityError, UsageError
@@ -86,7 +86,7 @@ def test_streams_take_turns() -> None:
 
 async def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.bench.machine.memory_bytes", lambda name="": 1 << 20)
-    plan = Plan(workloads=("W2",), transports=("shm",), rounds=1, sizes=QUICK)
+    plan = BenchPlan(workloads=("W2",), transports=("shm",), rounds=1, sizes=QUICK)
     with pytest.raises(UsageError, match="not enough memory"):
         await Run(plan).execute()
 
@@ -94,6 +94,6 @@ async def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pyt
 @pytest.mark.once
 async def test_without_a_compiler_the_references_are_named_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    result = await Run(Plan(workloads=("W2",), transports=("shm",), rounds=1, sizes=TINY)).execute()
+    result = await Run(BenchPlan(workloads=("W2",), transports=("shm",), rounds=1, sizes=TINY)).execute()
     assert "compiler" in result.missing["references"]
     assert {row.peer for row in result.rows} == {"kvxfer"}

@@ -23,7 +23,7 @@ import numpy as np
 import kvxfer
 from examples.remote_worker import serve
 from kvxfer.config import load
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import KvxferError
 from kvxfer.flows.many import Group, Move
@@ -329,7 +329,7 @@ class Actor(Many, Mail, Load):
         size = len(ours) // parts
         await self.client.plane.prepare(remote)
         work = [
-            Part(kind=OpKind.PUT, region=ours.id, descriptor=remote, span=(index * size, index * size, size))
+            WorkRequest(kind=OpKind.PUT, region=ours.id, descriptor=remote, span=(index * size, index * size, size))
             for index in range(parts)
         ]
         transfer = self.transfers["group"] = self.client.plane.start(work, timeout=timeout, peer="group")

@@ -90,9 +90,9 @@ async def test_c43_more_than_1024_pieces_in_one_transfer(transport: str) -> None
 
 
 async def part_of(client: object, region: int, descriptor: object, segments: np.ndarray) -> None:  # type: ignore[type-arg]
-    from kvxfer.dataplane.plane import Part
+    from kvxfer.dataplane.plane import WorkRequest
 
-    part = Part(kind=OpKind.PUT, region=region, descriptor=descriptor, segments=segments)  # type: ignore[arg-type]
+    part = WorkRequest(kind=OpKind.PUT, region=region, descriptor=descriptor, segments=segments)  # type: ignore[arg-type]
     await client.plane.start([part], timeout=limit(20), peer="test")  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from statistics import median
 import pytest
 
 import kvxfer
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE
@@ -69,7 +69,7 @@ async def test_c46_memory_that_was_never_granted_and_rights_that_were_not_given(
             before = one.bytes.copy()
             speaker.send(one.frame(kind, (0, 8), payload=b"\xee" * 8 if kind == Type.PUT else b""), one.key)
             answer = await speaker.frame(one.key)
-            assert (answer.type, answer.status, answer.payload) == (Type.ACK, Status.ACCESS, b"")
+            assert (answer.type, answer.status, answer.payload) == (Type.ACK, StatusCode.ACCESS, b"")
             assert (one.bytes == before).all()
             assert one.count("refused") == 1
             assert len(before) == LENGTH + 2 * MIB
@@ -197,7 +197,7 @@ async def test_c110_an_answer_never_ends_the_worker_that_asked(bare: bool) -> No
 
     async def act(speaker: Speaker, asked: Frame) -> None:
         flags = F_BARE if bare else 0
-        lie = Frame(type=Type.ACK, op=asked.op, index=asked.index, status=Status.RANGE, segment=5, flags=flags)
+        lie = Frame(type=Type.ACK, op=asked.op, index=asked.index, status=StatusCode.RANGE, segment=5, flags=flags)
         speaker.send(lie, bytes(16) if bare else KEY)
 
     async with kvxfer.local(transports=("tcp",)) as honest, lying_owner(act) as endpoint:

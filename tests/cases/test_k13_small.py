@@ -11,9 +11,9 @@ import pytest
 
 import kvxfer
 from kvxfer.config import FRAME_OVERHEAD_BYTES, POSTING_BODY_BYTES_MAX, Config
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.descriptors import RemoteDescriptor
-from kvxfer.flows.exchange import Posting
+from kvxfer.flows.exchange import TransferOffer
 from kvxfer.geometry import TABLE_BLOCKS_MAX, BlockTable
 from kvxfer.memory.region import Region
 from kvxfer.native.engine import OpKind
@@ -29,7 +29,7 @@ BLOCK = 4 * KIB
 
 
 async def move(client: kvxfer.Client, region: Region, descriptor: RemoteDescriptor, segments: np.ndarray) -> None:  # type: ignore[type-arg]
-    part = Part(kind=OpKind.PUT, region=region.id, descriptor=descriptor, segments=segments)
+    part = WorkRequest(kind=OpKind.PUT, region=region.id, descriptor=descriptor, segments=segments)
     await client.plane.start([part], timeout=limit(30), peer="test")
 
 
@@ -111,12 +111,12 @@ async def test_c64_16384_entries_are_read_quickly_and_off_the_loop() -> None:
         cache = await make_cache(a, small_geometry(layers=1, kv_parts=1, kv_heads=1, kv_heads_total=1), 16384)
         described = cache.regions[0].descriptor("r")
         table = BlockTable.of(ids, tokens=16384 * 16)
-        body = Posting(layout=cache.layout, table=table, descriptors=(described,), check=False).pack()
+        body = TransferOffer(layout=cache.layout, table=table, descriptors=(described,), check=False).pack()
         times = []
         for _ in range(5):
             async with heartbeat() as beat:
                 began = time.perf_counter()
-                found = await Posting.receive(body)
+                found = await TransferOffer.receive(body)
                 times.append(time.perf_counter() - began)
             assert np.array_equal(found.table.blocks, ids), "the order stays"
         assert min(times) <= limit(0.020), times

@@ -11,7 +11,7 @@ import pytest
 
 import kvxfer
 from kvxfer.dataplane.exports import EarlyNotices
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.errors import KvxferError, UnknownTransfer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
@@ -27,7 +27,7 @@ TABLE = BlockTable.of(range(4), tokens=64)
 
 
 async def say(client: kvxfer.Client, descriptor: Any, tag: int, value: int = 0) -> None:
-    part = Part(kind=OpKind.PUT, region=0, descriptor=descriptor, notify=(tag, value))
+    part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=descriptor, notify=(tag, value))
     await client.plane.start([part], timeout=5, peer="test")
 
 

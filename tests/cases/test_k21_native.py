@@ -15,7 +15,7 @@ import kvxfer
 from examples.child_processes import python_process
 from kvxfer.errors import KvxferError, WrongThread
 from kvxfer.native.engine import OpKind
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from tests.cases.facts import limit, within
 from tests.cases.harness import ROOT, Cluster, metric, slow
 from tests.cases.scale import FULL
@@ -39,7 +39,7 @@ async def each(faults: list[tuple[str, int]]) -> None:
             await asyncio.sleep(0.005)
             outcome = await near.move(PUT, mine, import_)
             if outcome != 0:  # asked again with success is right for what may pass
-                assert outcome in {int(known) for known in Status}, (operation, status, outcome)
+                assert outcome in {int(known) for known in StatusCode}, (operation, status, outcome)
                 assert isinstance(error_for(outcome), KvxferError)
             else:
                 assert status in PASSING, (operation, status)

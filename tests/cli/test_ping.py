@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from kvxfer import cli
-from kvxfer.cli.ping import Row, Way, explain, table
+from kvxfer.cli.ping import PingPath, PingRow, explain, table
 from tests.conftest import slack
 from tests.native.ascend_sim.simulation import Simulation
 
@@ -245,10 +245,10 @@ def test_a_card_that_a_daemon_does_not_have_is_a_warning(tmp_path: Path) -> None
 
 def test_each_pair_of_memories_has_its_choice() -> None:
     ways = [
-        Way("hixl", False, "moves hbm only", "dram to dram"),
-        Way("tcp", True, "network", "dram to dram"),
-        Way("hixl", True, "direct", "hbm to hbm"),
-        Way("tcp", True, "staged", "hbm to hbm"),
+        PingPath("hixl", False, "moves hbm only", "dram to dram"),
+        PingPath("tcp", True, "network", "dram to dram"),
+        PingPath("hixl", True, "direct", "hbm to hbm"),
+        PingPath("tcp", True, "staged", "hbm to hbm"),
     ]
     assert explain(ways).splitlines() == [
         "dram to dram:",
@@ -262,14 +262,14 @@ def test_each_pair_of_memories_has_its_choice() -> None:
 
 
 def test_table_is_aligned() -> None:
-    rows = [Row("control", 1, 22.25, 333, 4444), Row("shm put 4 KiB", 99999.9, 99999.9, 99999.9, 99999.9, 12.5)]
+    rows = [PingRow("control", 1, 22.25, 333, 4444), PingRow("shm put 4 KiB", 99999.9, 99999.9, 99999.9, 99999.9, 12.5)]
     lines = table(rows, 1 << 20).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].endswith("1 MiB GB/s")
 
 
 def test_the_first_usable_way_is_the_chosen_one() -> None:
-    ways = [Way("shm", False, "another host"), Way("tcp", True, "network"), Way("ucx", True, "network")]
+    ways = [PingPath("shm", False, "another host"), PingPath("tcp", True, "network"), PingPath("ucx", True, "network")]
     assert [line.split("  ")[0] for line in explain(ways).splitlines()] == ["shm", "tcp", "ucx"]
     assert "shm   not usable  another host" in explain(ways)
     assert "tcp   chosen      network" in explain(ways)

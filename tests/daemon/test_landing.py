@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.daemon import landing as pool_module
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     AccessDenied,
@@ -67,7 +67,7 @@ class Pusher:
     async def write(self, claimed: m.Claimed, kind: int | None = tags.COMMIT) -> None:
         descriptor = descriptor_of(claimed)
         tag = None if kind is None else (tags.pack(kind, claimed.claim), 0)
-        part = Part(
+        part = WorkRequest(
             kind=OpKind.PUT,
             region=self.region.id,
             descriptor=descriptor,
@@ -105,7 +105,7 @@ async def test_push_lands_and_is_adopted_in_place() -> None:
         readable = descriptor_of(adopted)
         assert (readable.region, readable.access) == (written.region, 1)
         target = server.engine.alloc(MIB)
-        get = Part(kind=OpKind.GET, region=target.id, descriptor=readable, span=(0, 0, MIB))
+        get = WorkRequest(kind=OpKind.GET, region=target.id, descriptor=readable, span=(0, 0, MIB))
         await server.plane.start([get], timeout=5, peer="landing")
         assert np.array_equal(np.frombuffer(server.engine.buffer(target), dtype=np.uint8), source.memory)
         with pytest.raises(UnknownTransfer):
@@ -314,14 +314,14 @@ async def test_more_prewarmed_memory_than_the_host_has_is_refused_at_the_start()
 
 async def test_what_is_given_up_while_its_memory_is_allocated_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     async with node() as server, worker(server) as asker:
-        allocate, allocating, go_on = pool_module.Pieces.allocate, asyncio.Event(), asyncio.Event()
+        allocate, allocating, go_on = pool_module.BufferCache.allocate, asyncio.Event(), asyncio.Event()
 
         async def slowly(part: Any, size: int) -> Any:
             allocating.set()
             await go_on.wait()
             return await allocate(part, size)
 
-        monkeypatch.setattr(pool_module.Pieces, "allocate", slowly)
+        monkeypatch.setattr(pool_module.BufferCache, "allocate", slowly)
         asked = asyncio.ensure_future(asker.ask(land()))
         await allocating.wait()
         asked.cancel()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.daemon.landing import BODIES_BYTES_MAX, PASSES_MAX, Line, Room
+from kvxfer.daemon.landing import BODIES_BYTES_MAX, PASSES_MAX, Room, StagingQueue
 from kvxfer.errors import BusyError, PeerDraining, TooManyPending, UsageError
 from kvxfer.wire import messages as m
 from tests.daemon.test_landing import MIB, free, land, settle
@@ -45,7 +45,7 @@ async def test_in_the_order_in_which_they_came_and_small_ones_pass_a_large_one_s
 class Waits:
     """One in a line."""
 
-    def __init__(self, line: Line, account: str, room: Room, order: list[str]) -> None:
+    def __init__(self, line: StagingQueue, account: str, room: Room, order: list[str]) -> None:
         self.room = room
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         name = f"{account}{len(line)}"
@@ -63,7 +63,7 @@ class Waits:
 
 
 async def test_who_has_its_share_holds_up_nobody_and_a_full_line_of_one_node_keeps_places_for_others() -> None:
-    line, order = Line(90), list[str]()
+    line, order = StagingQueue(90), list[str]()
     greedy = []
     for _ in range(81):
         greedy.append(Waits(line, "a", Room.SHARE, order))
@@ -87,7 +87,7 @@ async def test_who_has_its_share_holds_up_nobody_and_a_full_line_of_one_node_kee
 
 
 async def test_one_large_one_at_the_head_of_another_line_lets_others_pass() -> None:
-    line, order = Line(90), list[str]()
+    line, order = StagingQueue(90), list[str]()
     large = Waits(line, "a", Room.NONE, order)
     await asyncio.sleep(0)
     for _ in range(PASSES_MAX):

@@ -23,7 +23,7 @@ from kvxfer.daemon.metrics import (
     Sample,
     known_code,
 )
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.errors import ProtocolError
 from kvxfer.native.engine import OpKind
 from kvxfer.native.types import CORE_FIELDS, Counters, TransportCounters
@@ -233,7 +233,7 @@ async def test_scrape_of_a_daemon() -> None:
         target = server.plane.memory.export(region, 0, 4096, 2, None)
         source = server.engine.alloc(4096)
         np.frombuffer(server.engine.buffer(source), dtype=np.uint8)[:] = 1
-        part = Part(kind=OpKind.PUT, region=source.id, descriptor=target, span=(0, 0, 4096))
+        part = WorkRequest(kind=OpKind.PUT, region=source.id, descriptor=target, span=(0, 0, 4096))
         await server.plane.start([part], timeout=5, peer="test")
         status, body = await scrape(server)
         series = parse(body)

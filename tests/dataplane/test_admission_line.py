@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Line, Permit
+from kvxfer.dataplane.admission import Admission, Permit, SubmitQueue
 from kvxfer.errors import InternalError, PeerBackpressure
 
 KIB64 = 64 << 10
@@ -25,8 +25,8 @@ class Work:
         self.permit: Permit | None = None
 
 
-def make(ops: int = 2) -> Line[Work]:
-    return Line(
+def make(ops: int = 2) -> SubmitQueue[Work]:
+    return SubmitQueue(
         Admission(
             Config(window_ops_max=ops, window_bytes_max=4 * KIB64, inflight_bytes_max=6 * KIB64, window_waiters_max=8)
         )

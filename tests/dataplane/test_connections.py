@@ -12,7 +12,7 @@ import pytest
 from kvxfer.dataplane.connections import RESET_DELAYS_S
 from kvxfer.errors import KvxferError, PeerIncarnationMismatch, PeerUnreachable, UnknownTransfer, WrongKey
 from kvxfer.native.engine import Engine, Event, MemoryKind, OpKind
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from tests.dataplane.test_plane import sides
 from tests.nodes import until
 
@@ -218,7 +218,7 @@ async def test_what_a_transport_finds_out_at_the_transfer_leads_to_the_next_one(
 
         def refuse_by_shm(kind: OpKind, region: int, import_: int, *span: int, **more: object) -> object:
             if engine.mapping(import_) is not None:
-                raise error_for(Status.UNSUPPORTED, what="submit")
+                raise error_for(StatusCode.UNSUPPORTED, what="submit")
             return submit_one(kind, region, import_, *span, **more)  # type: ignore[arg-type]
 
         engine.submit_one = refuse_by_shm  # type: ignore[method-assign,assignment]
@@ -236,7 +236,7 @@ async def test_when_the_only_transport_cannot_the_error_names_it(tmp_path: Path)
     async with sides(tmp_path, ("shm",)) as (a, b):
 
         def refuse(*_: object, **__: object) -> object:
-            raise error_for(Status.UNSUPPORTED, what="submit")
+            raise error_for(StatusCode.UNSUPPORTED, what="submit")
 
         a.plane.engine.submit_one = refuse  # type: ignore[method-assign,assignment]
         with pytest.raises(PeerUnreachable, match=r"dram to dram; shm .*cannot do it"):

@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.dataplane.admission import rank_of
-from kvxfer.dataplane.plane import DataPlane, Part, Work
+from kvxfer.dataplane.plane import DataPlane, PendingWork, WorkRequest
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
@@ -46,7 +46,7 @@ class Side:
         self.region = Region(self.plane, info, np.frombuffer(view, dtype=np.uint8), view)
 
     def start(self, target: RemoteDescriptor, length: int = LENGTH, kind: OpKind = OpKind.PUT, timeout: float = 5):
-        part = Part(kind=kind, region=self.region.id, descriptor=target, span=(0, 0, length))
+        part = WorkRequest(kind=kind, region=self.region.id, descriptor=target, span=(0, 0, length))
         return self.plane.start((part,), timeout=timeout, peer="test")
 
 
@@ -196,13 +196,13 @@ async def test_notifications_reach_the_watcher_and_strays_are_counted(tmp_path: 
         described, told = b.region.descriptor("w"), []
         b.plane.memory.watch(described.grant, told.append)
         for tag in (1, 2, 3):
-            part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(tag, tag * 10))
+            part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=described, notify=(tag, tag * 10))
             await a.plane.start((part,), timeout=5, peer="test")
         while len(told) < 3:
             await asyncio.sleep(0.001)
         assert [(event.tag, event.value) for event in told] == [(1, 10), (2, 20), (3, 30)]
         b.plane.memory.unwatch(described.grant)
-        part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(4, 4))
+        part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=described, notify=(4, 4))
         await a.plane.start((part,), timeout=5, peer="test")
         while not b.plane.unexpected_notifications:
             await asyncio.sleep(0.001)
@@ -226,7 +226,7 @@ async def test_cancelling_a_transfer_whose_parts_wait_in_line_ends_each_part_onc
         described = b.region.descriptor("w")
         await a.start(described, 4096)
         first = a.start(described)
-        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
+        part = WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
         for count in (2, 5):
             many = a.plane.start([part] * count, timeout=5, peer="test")
             await asyncio.wait_for(many.cancel(), 5)
@@ -243,7 +243,7 @@ async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tm
         described = b.region.descriptor("w")
         await a.start(described, 4096)
         for notify in ((2**64, 0), (0, 2**64), (-1, 0), ("1", 0)):
-            part = Part(
+            part = WorkRequest(
                 kind=OpKind.PUT,
                 region=a.region.id,
                 descriptor=described,
@@ -275,7 +275,7 @@ async def test_more_notifications_than_a_batch_are_drained_at_once(tmp_path: Pat
         engine = b.plane.engine
         drain, engine._drain_once = engine._drain_once, lambda *_: 0  # type: ignore[method-assign]
         for _ in range(600):
-            part = Part(kind=OpKind.PUT, region=0, descriptor=described, notify=(1, 1))
+            part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=described, notify=(1, 1))
             await a.plane.start((part,), timeout=5, peer="test")
         engine._drain_once = drain  # type: ignore[method-assign]
         b.plane.drain()
@@ -308,7 +308,7 @@ async def test_cancelling_parts_that_the_engine_has_no_room_for_ends_each_once(t
         await a.start(to_b, 4096)
         await a.start(to_c, 4096)
         busy = [a.start(to_b) for _ in range(2)]
-        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=to_c, span=(0, 0, LENGTH))
+        part = WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=to_c, span=(0, 0, LENGTH))
         many = a.plane.start([part] * 5, timeout=5, peer="test")
         assert a.plane._line.admission.waiting == 3
         assert len(a.plane._line) == 5, "or the test shows nothing: two wait for the engine"
@@ -330,7 +330,7 @@ async def test_a_transfer_larger_than_the_window_that_fails_leaves_the_window_wh
         await a.start(described)
         for count in (3, 4, 9):
             going = b.region.descriptor("w")
-            part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=going, span=(0, 0, LENGTH))
+            part = WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=going, span=(0, 0, LENGTH))
             await plane.prepare(going)
             many = plane.start([part] * count, timeout=5, peer="test")
             await b.plane.memory.revoke(going.grant)
@@ -345,7 +345,7 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
     async with sides(tmp_path, ("tcp",), window_bytes_max=LENGTH, window_ops_max=8) as (a, b):
         plane, described = a.plane, b.region.descriptor("w")
         await a.start(described)
-        held = Work(Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        held = PendingWork(Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
         held.rank = rank_of(Priority.NORMAL, LENGTH)
         assert plane._line.enter(held, b.plane.engine_id, LENGTH, 0.0)
         with pytest.raises(TransferTimeout, match=f"waits for window_bytes_max, {LENGTH} of {LENGTH} in use") as caught:
@@ -358,7 +358,7 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
 
 async def test_a_permit_that_is_left_when_everything_has_ended_is_reported_by_aclose(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, _):
-        lost = Work(Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        lost = PendingWork(Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
         assert a.plane._line.enter(lost, "peer", 7, 0.0)
         with pytest.raises(InternalError, match="permits are left"):
             await asyncio.wait_for(a.plane.aclose(), 10)
@@ -372,7 +372,7 @@ async def test_what_is_urgent_does_not_wait_for_a_window_full_of_bulk(tmp_path: 
     async with sides(tmp_path, (f"fault+{transport}",), (transport,), **options) as (a, b):
         described = b.region.descriptor("w")
         await a.start(described, 4096)
-        part = Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
+        part = WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(0, 0, LENGTH))
         bulk = [a.plane.start((part,), timeout=60, peer="test", priority=Priority.BULK) for _ in range(8)]
         urgent = a.plane.start((part,), timeout=60, peer="test", priority=Priority.CRITICAL)
         assert (await urgent).state == "done"
@@ -389,7 +389,7 @@ async def test_every_priority_and_size_arrives_however_many_there_are(tmp_path: 
         described = b.region.descriptor("w")
         piece = LENGTH // 32
         parts = [
-            Part(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(at * piece, at * piece, piece))
+            WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=described, span=(at * piece, at * piece, piece))
             for at in range(32)
         ]
         ways = [*Priority, None]

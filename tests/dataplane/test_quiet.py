@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.dataplane import quiet
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import PeerLost
 from kvxfer.native.engine import OpKind
@@ -105,7 +105,7 @@ async def test_a_get_with_a_notice_is_not_repeated(tmp_path: Path) -> None:
         await a.start(target, LENGTH, OpKind.GET)
         between.rule(UP, "GET", RESET)
         span = (0, 0, LENGTH)
-        part = Part(kind=OpKind.GET, region=a.region.id, descriptor=target, span=span, notify=(1, 2))
+        part = WorkRequest(kind=OpKind.GET, region=a.region.id, descriptor=target, span=span, notify=(1, 2))
         with pytest.raises(PeerLost):
             await a.plane.start((part,), timeout=5, peer="test")
 

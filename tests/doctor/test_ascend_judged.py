@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.doctor.ascend import judge_ascend, judge_settings, rdma_window_s
-from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink, Finding, State, worst
+from kvxfer.doctor.facts import Accelerator, Ascend, Card, CardLink, Finding, FindingState, worst
 
 GIB = 1 << 30
 HOME = "/usr/local/Ascend/cann"
@@ -48,7 +48,7 @@ def one(check: str, **changes: Any) -> Finding:
 
 def test_a_good_host() -> None:
     found = judged(GOOD)
-    assert worst(found) is State.OK, [finding for finding in found if finding.state is not State.OK]
+    assert worst(found) is FindingState.OK, [finding for finding in found if finding.state is not FindingState.OK]
     assert {"devices", "libraries", "toolkit", "card 0", "card 1", "hccn.conf", "link of card 0"} <= {
         finding.check for finding in found
     }
@@ -56,45 +56,45 @@ def test_a_good_host() -> None:
 
 def test_a_host_without_any() -> None:
     [finding] = judged(Ascend(directories=(("/a/lib64", False), ("/b/lib64", False))))
-    assert finding.state is State.NOT_HERE
+    assert finding.state is FindingState.NOT_HERE
     assert finding.found == "no accelerator libraries; looked in /a/lib64, /b/lib64"
 
 
 def test_a_simulation_is_loud() -> None:
     simulated = replace(LIBRARIES, simulated=True, soc="KVXSim910")
     found = judged(Ascend(accelerator=simulated))
-    assert (found[0].state, "SIMULATED" in found[0].found) == (State.WARNING, True)
+    assert (found[0].state, "SIMULATED" in found[0].found) == (FindingState.WARNING, True)
     assert [finding.check for finding in found if finding.check.startswith("card")] == [
         "card 0 (simulated)",
         "card 1 (simulated)",
     ]
-    assert worst(found) is State.WARNING, "files of a driver are not missed"
+    assert worst(found) is FindingState.WARNING, "files of a driver are not missed"
 
 
 def test_a_container_without_its_device_files() -> None:
     assert "--device /dev/davinci_manager" in one("devices", missing=("/dev/davinci_manager",)).advice
-    assert one("devices", denied=("/dev/davinci0",)).state is State.PROBLEM
+    assert one("devices", denied=("/dev/davinci0",)).state is FindingState.PROBLEM
     assert "npu-smi" in one("devices", devices=()).advice
 
 
 @pytest.mark.parametrize(
     ("environment", "directories", "state", "word"),
     [
-        ({}, GOOD.directories, State.WARNING, "ASCEND_HOME_PATH is not set"),
-        ({"ASCEND_HOME_PATH": "/old"}, GOOD.directories, State.PROBLEM, "holds no libraries"),
-        ({"ASCEND_HOME_PATH": HOME}, GOOD.directories, State.WARNING, "names nothing below"),
+        ({}, GOOD.directories, FindingState.WARNING, "ASCEND_HOME_PATH is not set"),
+        ({"ASCEND_HOME_PATH": "/old"}, GOOD.directories, FindingState.PROBLEM, "holds no libraries"),
+        ({"ASCEND_HOME_PATH": HOME}, GOOD.directories, FindingState.WARNING, "names nothing below"),
     ],
 )
-def test_set_env_was_not_sourced(environment: dict[str, str], directories: Any, state: State, word: str) -> None:
+def test_set_env_was_not_sourced(environment: dict[str, str], directories: Any, state: FindingState, word: str) -> None:
     finding = one("toolkit environment", environment=environment, directories=directories)
     assert (finding.state, word in finding.found, "set_env.sh" in finding.advice) == (state, True, True)
-    assert one("driver libraries", environment=environment).state is State.WARNING
+    assert one("driver libraries", environment=environment).state is FindingState.WARNING
 
 
 def test_libraries_that_do_not_load() -> None:
     missing = Accelerator(why="libhcomm.so is not loaded")
     finding = one("libraries", accelerator=missing)
-    assert (finding.state, finding.found) == (State.PROBLEM, "libhcomm.so is not loaded")
+    assert (finding.state, finding.found) == (FindingState.PROBLEM, "libhcomm.so is not loaded")
 
 
 def test_libraries_of_two_toolkits_are_shown_in_full() -> None:
@@ -105,18 +105,18 @@ def test_libraries_of_two_toolkits_are_shown_in_full() -> None:
 
 def test_an_old_toolkit() -> None:
     finding = one("toolkit", accelerator=replace(LIBRARIES, toolkit="8.5", lacks=("bulk status",)))
-    assert (finding.state, "lacks bulk status" in finding.found) == (State.WARNING, True)
+    assert (finding.state, "lacks bulk status" in finding.found) == (FindingState.WARNING, True)
 
 
 @pytest.mark.parametrize(
     ("card", "state", "word"),
     [
-        (replace(CARD, free=int(64 * GIB * 0.3)), State.WARNING, "30%"),
-        (replace(CARD, healthy=False), State.PROBLEM, "reset"),
-        (replace(CARD, error="device 0: the accelerator or its driver failed"), State.PROBLEM, "npu-smi"),
+        (replace(CARD, free=int(64 * GIB * 0.3)), FindingState.WARNING, "30%"),
+        (replace(CARD, healthy=False), FindingState.PROBLEM, "reset"),
+        (replace(CARD, error="device 0: the accelerator or its driver failed"), FindingState.PROBLEM, "npu-smi"),
     ],
 )
-def test_cards(card: Card, state: State, word: str) -> None:
+def test_cards(card: Card, state: FindingState, word: str) -> None:
     finding = one("card 0", accelerator=replace(LIBRARIES, cards=(card,)))
     assert (finding.state, word in finding.advice) == (state, True)
 
@@ -124,39 +124,41 @@ def test_cards(card: Card, state: State, word: str) -> None:
 def test_no_card_is_visible() -> None:
     environment = {**GOOD.environment, "ASCEND_RT_VISIBLE_DEVICES": ""}
     finding = one("cards", accelerator=replace(LIBRARIES, cards=()), environment=environment)
-    assert (finding.state, "ASCEND_RT_VISIBLE_DEVICES" in finding.found) == (State.PROBLEM, True)
+    assert (finding.state, "ASCEND_RT_VISIBLE_DEVICES" in finding.found) == (FindingState.PROBLEM, True)
 
 
 @pytest.mark.parametrize(
     ("text", "state", "word"),
     [
-        (None, State.WARNING, "/etc/hccn.conf is not here"),
-        ("address_0=1.1.1.1\nnetmask_0=255.255.0.0\n", State.WARNING, "no address for card 1"),
-        ("address_0=1.1.1.1\naddress_1=1.1.1.1\n", State.PROBLEM, "the same address"),
-        ("address_0=1.1.1.1\naddress_1=2001:db8::1\nnetmask_1=64\n", State.WARNING, "IPv4 and some IPv6"),
+        (None, FindingState.WARNING, "/etc/hccn.conf is not here"),
+        ("address_0=1.1.1.1\nnetmask_0=255.255.0.0\n", FindingState.WARNING, "no address for card 1"),
+        ("address_0=1.1.1.1\naddress_1=1.1.1.1\n", FindingState.PROBLEM, "the same address"),
+        ("address_0=1.1.1.1\naddress_1=2001:db8::1\nnetmask_1=64\n", FindingState.WARNING, "IPv4 and some IPv6"),
     ],
 )
-def test_hccn_conf(text: str | None, state: State, word: str) -> None:
+def test_hccn_conf(text: str | None, state: FindingState, word: str) -> None:
     finding = one("hccn.conf", hccn=text)
     assert (finding.state, word in finding.found) == (state, True)
 
 
 def test_links() -> None:
     down = CardLink(device=0, link="DOWN")
-    assert one("link of card 0", links=(down,)).state is State.WARNING, "some supernodes say so although it is up"
+    assert one("link of card 0", links=(down,)).state is FindingState.WARNING, (
+        "some supernodes say so although it is up"
+    )
     assert "root" in one("link of card 0", links=(CardLink(device=0, error="hccn_tool: denied"),)).advice
 
 
 def test_tls_must_be_the_same_on_all_cards() -> None:
     links = (CardLink(device=0, link="UP", tls="off"), CardLink(device=1, link="UP", tls="on"))
     finding = one("tls of the cards", links=links)
-    assert (finding.state, "-tls -s enable" in finding.advice) == (State.PROBLEM, True)
+    assert (finding.state, "-tls -s enable" in finding.advice) == (FindingState.PROBLEM, True)
 
 
 def test_an_engine_that_nobody_can_dial() -> None:
     wildcard: dict[str, Any] = {"listen": "0.0.0.0:0", "advertise": ("10.0.0.1",), "secret": "0123456789abcdef"}
     for config, expected in (
-        (Config(**wildcard), [State.WARNING]),
+        (Config(**wildcard), [FindingState.WARNING]),
         (Config(**wildcard, data_advertise=("10.0.0.1",)), []),
     ):
         found = [finding for finding in judge_ascend(GOOD, config) if finding.check == "address"]
@@ -165,23 +167,23 @@ def test_an_engine_that_nobody_can_dial() -> None:
 
 def test_a_card_with_several_processes() -> None:
     finding = one("card 1 shared", holders={0: (7,), 1: (7, 8)})
-    assert (finding.state, "16666" in finding.advice, "7, 8" in finding.found) == (State.WARNING, True, True)
-    assert one("port 16666", nic_port_taken=True).state is State.WARNING
+    assert (finding.state, "16666" in finding.advice, "7, 8" in finding.found) == (FindingState.WARNING, True, True)
+    assert one("port 16666", nic_port_taken=True).state is FindingState.WARNING
 
 
 @pytest.mark.parametrize(
     ("environment", "state"),
     [
-        ({}, State.OK),
-        ({"HCCL_RDMA_TC": "132", "HCCL_RDMA_SL": "4", "HCCL_RDMA_TIMEOUT": "14"}, State.OK),
-        ({"HCCL_RDMA_TC": "130"}, State.PROBLEM),
-        ({"HCCL_RDMA_SL": "8"}, State.PROBLEM),
-        ({"HCCL_RDMA_RETRY_CNT": "many"}, State.PROBLEM),
-        ({"HCCL_INTRA_ROCE_ENABLE": "2"}, State.PROBLEM),
-        ({"HCCL_RDMA_TIMEOUT": "24"}, State.WARNING),
+        ({}, FindingState.OK),
+        ({"HCCL_RDMA_TC": "132", "HCCL_RDMA_SL": "4", "HCCL_RDMA_TIMEOUT": "14"}, FindingState.OK),
+        ({"HCCL_RDMA_TC": "130"}, FindingState.PROBLEM),
+        ({"HCCL_RDMA_SL": "8"}, FindingState.PROBLEM),
+        ({"HCCL_RDMA_RETRY_CNT": "many"}, FindingState.PROBLEM),
+        ({"HCCL_INTRA_ROCE_ENABLE": "2"}, FindingState.PROBLEM),
+        ({"HCCL_RDMA_TIMEOUT": "24"}, FindingState.WARNING),
     ],
 )
-def test_rdma_settings(environment: dict[str, str], state: State) -> None:
+def test_rdma_settings(environment: dict[str, str], state: FindingState) -> None:
     [finding] = judge_settings(environment, Config())
     assert finding.state is state
 

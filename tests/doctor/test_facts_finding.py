@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.doctor.facts import Group, State, one_line, size, some, worst
+from kvxfer.doctor.facts import FindingGroup, FindingState, one_line, size, some, worst
 
-GROUP = Group("group")
+GROUP = FindingGroup("group")
 
 
 def test_a_finding_is_one_line_whatever_was_found() -> None:
     finding = GROUP.problem("check", "first\n  second\t third", "do\nthis")
     assert (finding.found, finding.advice) == ("first second third", "do this")
-    assert (finding.group, finding.check, finding.state) == ("group", "check", State.PROBLEM)
+    assert (finding.group, finding.check, finding.state) == ("group", "check", FindingState.PROBLEM)
 
 
 def test_the_worst_counts() -> None:
     found = [GROUP.not_here("a", ""), GROUP.ok("b", ""), GROUP.warning("c", "", "x"), GROUP.problem("d", "", "x")]
     assert [worst(found[: count + 1]) for count in range(4)] == [
-        State.NOT_HERE,
-        State.OK,
-        State.WARNING,
-        State.PROBLEM,
+        FindingState.NOT_HERE,
+        FindingState.OK,
+        FindingState.WARNING,
+        FindingState.PROBLEM,
     ]
-    assert worst([]) is State.OK
+    assert worst([]) is FindingState.OK
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.doctor.facts import Bind, Candidate, Finding, Network, PeerSeen, Program, RdmaPort, State, Tcp, worst
+from kvxfer.doctor.facts import Bind, Candidate, Finding, FindingState, Network, PeerSeen, Program, RdmaPort, Tcp, worst
 from kvxfer.doctor.network import accepts, family, judge_network, judge_peer, judge_toolkits
 from tests.certificates import Authority
 
@@ -40,30 +40,34 @@ def peer(seen: PeerSeen, network: Network | None = None, **ours: object) -> list
 
 
 def test_defaults_are_fine() -> None:
-    assert worst(findings()) is State.OK
+    assert worst(findings()) is FindingState.OK
 
 
 def test_the_secret_of_the_user() -> None:
     check, place = "secret of this user", "/run/user/7/kvxfer/secret"
     assert "the first daemon makes" in one(check, Network(user_secret=place)).found
     assert one(check, Network(user_secret=place, user_secret_made=True)).found.endswith(place)
-    assert one(check, Network(user_secret_error="no place")).state is State.PROBLEM
+    assert one(check, Network(user_secret_error="no place")).state is FindingState.PROBLEM
     assert not [finding for finding in findings(Network()) if finding.check == check], "something else is configured"
 
 
 @pytest.mark.parametrize(
     ("bind", "state", "word"),
     [
-        (Bind(option="listen", address="127.0.0.1:17800"), State.OK, ""),
-        (Bind(option="listen", address="a:1", errno=errno.EADDRINUSE, reason="in use", ours=True), State.OK, ""),
-        (Bind(option="listen", address="a:1", errno=errno.EADDRINUSE, reason="in use"), State.PROBLEM, "ss -ltnp"),
-        (Bind(option="listen", address="a:1", errno=errno.EADDRNOTAVAIL), State.PROBLEM, "no interface"),
-        (Bind(option="listen", address="a:1", errno=errno.EACCES), State.PROBLEM, "below 1024"),
-        (Bind(option="listen", address="a:1", errno=errno.EAFNOSUPPORT), State.PROBLEM, "address family"),
-        (Bind(option="listen", address="a:1", errno=errno.EIO), State.PROBLEM, "another address"),
+        (Bind(option="listen", address="127.0.0.1:17800"), FindingState.OK, ""),
+        (Bind(option="listen", address="a:1", errno=errno.EADDRINUSE, reason="in use", ours=True), FindingState.OK, ""),
+        (
+            Bind(option="listen", address="a:1", errno=errno.EADDRINUSE, reason="in use"),
+            FindingState.PROBLEM,
+            "ss -ltnp",
+        ),
+        (Bind(option="listen", address="a:1", errno=errno.EADDRNOTAVAIL), FindingState.PROBLEM, "no interface"),
+        (Bind(option="listen", address="a:1", errno=errno.EACCES), FindingState.PROBLEM, "below 1024"),
+        (Bind(option="listen", address="a:1", errno=errno.EAFNOSUPPORT), FindingState.PROBLEM, "address family"),
+        (Bind(option="listen", address="a:1", errno=errno.EIO), FindingState.PROBLEM, "another address"),
     ],
 )
-def test_ports(bind: Bind, state: State, word: str) -> None:
+def test_ports(bind: Bind, state: FindingState, word: str) -> None:
     finding = one("port of listen", Network(binds=(bind,)))
     assert (finding.state, word in finding.advice) == (state, True)
 
@@ -99,41 +103,41 @@ def test_names_have_no_family() -> None:
 )
 def test_what_nobody_can_dial(options: dict[str, Any], word: str) -> None:
     finding = one("advertise", config=Config(data_bind="127.0.0.1", **options))
-    assert (finding.state, word in finding.found) == (State.PROBLEM, True), finding
+    assert (finding.state, word in finding.found) == (FindingState.PROBLEM, True), finding
 
 
 def test_both_families_through_one_wildcard() -> None:
     config = Config(listen="[::]:17800", advertise=("10.0.0.1:0", "[2001:db8::1]:0"), data_bind="127.0.0.1", **SECRET)
-    assert one("advertise", config=config).state is State.OK
+    assert one("advertise", config=config).state is FindingState.OK
 
 
 def test_an_address_of_another_host() -> None:
     config = Config(listen="0.0.0.0:17800", advertise=("203.0.113.9:17800",), data_bind="127.0.0.1", **SECRET)
     foreign = one("advertise", Network(local={"203.0.113.9": False}), config)
-    assert (foreign.state, "NAT" in foreign.advice) == (State.WARNING, True)
-    assert one("advertise", Network(local={"203.0.113.9": True}), config).state is State.OK
+    assert (foreign.state, "NAT" in foreign.advice) == (FindingState.WARNING, True)
+    assert one("advertise", Network(local={"203.0.113.9": True}), config).state is FindingState.OK
 
 
 def test_control_and_data_of_two_families() -> None:
     config = Config(listen="10.0.0.1:17800", data_bind="2001:db8::1", **SECRET)
-    assert one("data_bind", config=config).state is State.WARNING
+    assert one("data_bind", config=config).state is FindingState.WARNING
 
 
 def test_a_secret_is_missed() -> None:
     finding = one("secret", config=Config(listen="10.0.0.1:17800"))
-    assert (finding.state, "secret_file" in finding.advice) == (State.PROBLEM, True)
+    assert (finding.state, "secret_file" in finding.advice) == (FindingState.PROBLEM, True)
 
 
 def test_kernel_settings() -> None:
     tcp = Tcp(congestion="bbr", available=("cubic", "bbr"), buffers_max=(6 << 20, 212992))
     assert "modprobe tcp_reno" in one("tcp congestion control", Network(tcp=tcp)).advice
-    assert one("tcp congestion control", Network(tcp=tcp), Config(tcp_congestion="")).state is State.OK
+    assert one("tcp congestion control", Network(tcp=tcp), Config(tcp_congestion="")).state is FindingState.OK
     buffers = one("tcp buffers", Network(tcp=tcp))
-    assert (buffers.state, "208 KiB" in buffers.found) == (State.WARNING, True)
+    assert (buffers.state, "208 KiB" in buffers.found) == (FindingState.WARNING, True)
 
 
 def test_the_socket_directory() -> None:
-    assert one("socket directory", Network(socket_dir_error="others may enter it")).state is State.PROBLEM
+    assert one("socket directory", Network(socket_dir_error="others may enter it")).state is FindingState.PROBLEM
     assert "pid 7" in one("socket directory", Network(socket_dir="/x", daemon="a daemon (pid 7)")).found
 
 
@@ -141,20 +145,20 @@ def test_rdma_ports() -> None:
     up = RdmaPort(device="mlx5_0", port=1, state="ACTIVE", physical="LinkUp", layer="Ethernet", rate="200 Gb/sec")
     down = replace(up, device="mlx5_1", state="DOWN")
     network = Network(rdma=(up, down))
-    assert one("mlx5_0 port 1", network).state is State.OK
-    assert one("mlx5_1 port 1", network).state is State.WARNING
-    assert one("host NICs").state is State.NOT_HERE
+    assert one("mlx5_0 port 1", network).state is FindingState.OK
+    assert one("mlx5_1 port 1", network).state is FindingState.WARNING
+    assert one("host NICs").state is FindingState.NOT_HERE
 
 
 def test_a_good_peer() -> None:
-    assert worst(peer(SEEN)) is State.OK
+    assert worst(peer(SEEN)) is FindingState.OK
 
 
 def test_a_peer_that_does_not_answer() -> None:
     refused = Candidate(address="10.0.0.6:17800", error="Connection refused")
     gone = replace(SEEN, candidates=(refused,), error="no candidate address answers", hint="start it")
     found = peer(gone)
-    assert [finding.state for finding in found] == [State.PROBLEM, State.PROBLEM]
+    assert [finding.state for finding in found] == [FindingState.PROBLEM, FindingState.PROBLEM]
     assert "Connection refused" in found[0].found
     assert found[1].advice == "start it"
 
@@ -163,7 +167,7 @@ def test_one_dead_candidate_of_a_peer_that_answers() -> None:
     dead = Candidate(address="[2001:db8::6]:17800", family=6, error="Network is unreachable")
     network = Network(families=frozenset({4}))
     [finding, *_] = peer(replace(SEEN, candidates=(dead, *SEEN.candidates)), network)
-    assert (finding.state, "no IPv6 route" in finding.advice) == (State.WARNING, True)
+    assert (finding.state, "no IPv6 route" in finding.advice) == (FindingState.WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -172,30 +176,30 @@ def test_one_dead_candidate_of_a_peer_that_answers() -> None:
 )
 def test_versions_that_do_not_match(changes: dict[str, Any], word: str) -> None:
     [finding] = [finding for finding in peer(replace(SEEN, **changes)) if finding.check.endswith("version")]
-    assert (finding.state, word in finding.advice) == (State.WARNING, True)
+    assert (finding.state, word in finding.advice) == (FindingState.WARNING, True)
     assert "here 0.1.0" in finding.found
 
 
 def test_patch_versions_do_not_matter() -> None:
-    assert worst(peer(replace(SEEN, version="0.1.7"))) is State.OK
+    assert worst(peer(replace(SEEN, version="0.1.7"))) is FindingState.OK
 
 
 def test_no_transport_in_common() -> None:
     [finding] = [
         finding for finding in peer(replace(SEEN, transports=("loop", "hixl"))) if "transports" in finding.check
     ]
-    assert finding.state is State.PROBLEM
+    assert finding.state is FindingState.PROBLEM
 
 
 def test_what_a_peer_tells_others_to_dial() -> None:
     loopback = peer(replace(SEEN, addresses=("127.0.0.1:17800",)))
-    assert [finding.found for finding in loopback if finding.state is State.PROBLEM] == [
+    assert [finding.found for finding in loopback if finding.state is FindingState.PROBLEM] == [
         "it tells others to dial 127.0.0.1:17800, which is every host's own loopback"
     ]
     mixed = peer(replace(SEEN, data_advertise=("2001:db8::6",)), Network(families=frozenset({4})))
-    assert ["no IPv6 route" in finding.found for finding in mixed if finding.state is State.PROBLEM] == [True]
+    assert ["no IPv6 route" in finding.found for finding in mixed if finding.state is FindingState.PROBLEM] == [True]
     here = replace(SEEN, given="127.0.0.1:17800", addresses=("127.0.0.1:17800", "no/address"))
-    assert worst(peer(here)) is State.OK
+    assert worst(peer(here)) is FindingState.OK
 
 
 REAL = {"soc": "Ascend910B3", "toolkit": "9.1+", "simulated": False}
@@ -204,15 +208,15 @@ REAL = {"soc": "Ascend910B3", "toolkit": "9.1+", "simulated": False}
 @pytest.mark.parametrize(
     ("theirs", "state"),
     [
-        (REAL, State.OK),
-        (REAL | {"toolkit": "8.5"}, State.WARNING),
-        (REAL | {"reported": "9.1.0"}, State.OK),  # one side alone says it
-        ({"toolkit": "9.1+", "driver": "25.5"}, State.OK),  # not loaded there
-        ({"toolkit": "9.0", "driver": "25.5"}, State.WARNING),
-        (REAL | {"simulated": True, "soc": "KVXSim910"}, State.PROBLEM),
+        (REAL, FindingState.OK),
+        (REAL | {"toolkit": "8.5"}, FindingState.WARNING),
+        (REAL | {"reported": "9.1.0"}, FindingState.OK),  # one side alone says it
+        ({"toolkit": "9.1+", "driver": "25.5"}, FindingState.OK),  # not loaded there
+        ({"toolkit": "9.0", "driver": "25.5"}, FindingState.WARNING),
+        (REAL | {"simulated": True, "soc": "KVXSim910"}, FindingState.PROBLEM),
     ],
 )
-def test_toolkits(theirs: dict[str, object], state: State) -> None:
+def test_toolkits(theirs: dict[str, object], state: FindingState) -> None:
     [finding] = judge_toolkits("peer", dict(REAL), theirs)
     assert finding.state is state
 
@@ -220,7 +224,7 @@ def test_toolkits(theirs: dict[str, object], state: State) -> None:
 def test_what_differs_is_named() -> None:
     ours = {"toolkit": "9.1+", "reported": "9.1.0", "driver": "25.5.0"}
     [finding] = judge_toolkits("peer", dict(ours), ours | {"reported": "9.2.0", "driver": "25.5.1"})
-    assert (finding.state, "version, driver differ" in finding.found) == (State.WARNING, True)
+    assert (finding.state, "version, driver differ" in finding.found) == (FindingState.WARNING, True)
     assert "there libraries not loaded, toolkit 9.1+, version 9.2.0, driver 25.5.1" in finding.found
 
 
@@ -231,7 +235,7 @@ def test_toolkits_of_one_side_only_say_nothing() -> None:
 
 def test_certificates_are_tried_before_the_daemon_does(tmp_path: Path) -> None:
     authority, node_id = Authority(tmp_path), "0a" * 16
-    for days, state in ((30, State.OK), (2, State.WARNING), (-1, State.PROBLEM)):
+    for days, state in ((30, FindingState.OK), (2, FindingState.WARNING), (-1, FindingState.PROBLEM)):
         config = Config(**authority.issue("a", node_id, days=days).options())
         found = one("certificate", config=config)
         assert found.state is state

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from kvxfer.doctor.facts import Group
+from kvxfer.doctor.facts import FindingGroup
 from kvxfer.doctor.report import SIMULATED, as_json, as_text
 
-ONE, TWO = Group("one"), Group("two")
+ONE, TWO = FindingGroup("one"), FindingGroup("two")
 FINDINGS = [
     ONE.ok("short", "fine"),
     ONE.problem("a longer name", "broken", "mend it"),

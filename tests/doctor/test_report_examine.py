@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvxfer.config import Loaded, load
-from kvxfer.doctor.facts import Accelerator, Ascend, State
+from kvxfer.doctor.facts import Accelerator, Ascend, FindingState
 from kvxfer.doctor.report import gather, judge, own_accelerator
 from tests.nodes import node
 
@@ -26,7 +26,7 @@ async def test_this_host() -> None:
     groups = [finding.group for finding in found]
     assert groups == sorted(groups, key=groups.index), "a group is in one piece"
     assert {"kvxfer", "transports", "memory", "limits", "clock", "network", "rdma", "peers"} <= set(groups)
-    assert not [finding for finding in found if finding.state is State.PROBLEM]
+    assert not [finding for finding in found if finding.state is FindingState.PROBLEM]
 
 
 async def test_warnings_of_the_configuration_are_findings() -> None:
@@ -36,7 +36,7 @@ async def test_warnings_of_the_configuration_are_findings() -> None:
         for finding in judge(facts, replace(loaded(), warnings=("KVXFER_LISTN is no option",)))
         if finding.group == "configuration"
     ]
-    assert (finding.state, "LISTN" in finding.found) == (State.WARNING, True)
+    assert (finding.state, "LISTN" in finding.found) == (FindingState.WARNING, True)
 
 
 def test_own_accelerator() -> None:

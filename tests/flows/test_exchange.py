@@ -33,10 +33,10 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.flows import exchange
-from kvxfer.flows.exchange import POSTING_VERSION, Posting, Reaching, negotiate, prepared_layer
+from kvxfer.flows.exchange import POSTING_VERSION, Reaching, TransferOffer, negotiate, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from kvxfer.tasks import Deadline
 from tests.conftest import slack
 from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
@@ -143,7 +143,7 @@ async def test_blocks_of_others_are_out_of_reach(side: str, what: str, monkeypat
             async with a.publish("r1", source, source_table, lease_s=1.0) as ticket:  # a failed pull may be repeated
                 with pytest.raises(OutOfRange) as caught:
                     await b.pull(ticket.to_json(), sink, sink_table)
-        assert caught.value.status == Status.RANGE
+        assert caught.value.status == StatusCode.RANGE
         assert (sink.regions[0].array == 0xA5).all()
         await gauges_are_clean(a)
         await gauges_are_clean(b)
@@ -463,28 +463,28 @@ HOSTILE = [
 async def test_hostile_postings_are_the_peers_fault(change: dict[str, Any]) -> None:
     body = msgpack.packb(posting_map(**change))
     with pytest.raises(ProtocolError):
-        Posting.unpack(body)
+        TransferOffer.unpack(body)
     with pytest.raises(ProtocolError):
-        await Posting.receive(body)
+        await TransferOffer.receive(body)
 
 
 async def test_a_layout_that_leaves_its_memory_is_refused_before_anything_is_planned() -> None:
-    Posting.unpack(msgpack.packb(posting_map()))
+    TransferOffer.unpack(msgpack.packb(posting_map()))
     for change in ({"length": 100}, {"length": 1}):
         raw = posting_map()
         raw["descriptors"] = [{**raw["descriptors"][0], **change}]
         with pytest.raises(GeometryMismatch):
-            Posting.unpack(msgpack.packb(raw))
+            TransferOffer.unpack(msgpack.packb(raw))
     raw = posting_map()
     raw["layout"]["placements"] = [[7, offset, None] for _, offset, _ in raw["layout"]["placements"]]
     with pytest.raises(GeometryMismatch):
-        Posting.unpack(msgpack.packb(raw))
+        TransferOffer.unpack(msgpack.packb(raw))
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_posting_are_a_typed_error(body: bytes) -> None:
     with pytest.raises(KvxferError):
-        Posting.unpack(body)
+        TransferOffer.unpack(body)
 
 
 @given(
@@ -513,7 +513,7 @@ def test_a_posting_with_anything_in_it_is_taken_or_a_typed_error(value: Any, nam
         place, name = inner, keys[deep % len(keys)]
     place[name] = value
     with contextlib.suppress(KvxferError):
-        Posting.unpack(msgpack.packb(raw))
+        TransferOffer.unpack(msgpack.packb(raw))
 
 
 async def slowest_turn(work: Awaitable[Any]) -> float:
@@ -546,8 +546,8 @@ async def test_large_plans_do_not_hold_the_loop() -> None:
 
     async def negotiate_and_write_out() -> None:
         for body in hostile:
-            await Posting.receive(body)
-        peer = await Posting.receive(good)
+            await TransferOffer.receive(body)
+        peer = await TransferOffer.receive(good)
         made = await negotiate(source, ours, peer.layout, peer.table)
         cache = SimpleNamespace(regions=[SimpleNamespace(id=1)])
         for layer in range(3):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer.client import Client
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.embedded import local
 from kvxfer.errors import (
     ClosedError,
@@ -26,7 +26,7 @@ from kvxfer.errors import (
     WrongKey,
 )
 from kvxfer.flows.control import ClaimHandle
-from kvxfer.flows.exchange import Posting
+from kvxfer.flows.exchange import TransferOffer
 from kvxfer.flows.offer import Landing
 from kvxfer.flows.push import Push
 from kvxfer.geometry import BlockTable
@@ -45,12 +45,12 @@ TABLE = scattered(1, 8, 40, 16)
 class Liar:
     """A pusher that says what it likes."""
 
-    def __init__(self, client: Client, claim: ClaimHandle, peer: Posting) -> None:
+    def __init__(self, client: Client, claim: ClaimHandle, peer: TransferOffer) -> None:
         self.client, self.claim, self.peer = client, claim, peer
 
     async def say(self, kind: int, claim: int, layer: int = 0, value: int = 0) -> None:
         tag = tags.pack(kind, claim, layer)
-        part = Part(kind=OpKind.PUT, region=0, descriptor=self.peer.descriptors[0], notify=(tag, value))
+        part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=self.peer.descriptors[0], notify=(tag, value))
         await self.client.plane.start([part], timeout=5, peer="liar")
 
     def settle(self, outcome: str) -> None:
@@ -60,7 +60,7 @@ class Liar:
 async def liar(a: Client, b: Client) -> Liar:
     message = Claim(node=b.addresses, kind="offer", key="r", wait_s=1)
     claim, body = await a.control.claim(message, Deadline.after(5), lambda _: None)
-    return Liar(a, claim, Posting.unpack(body))
+    return Liar(a, claim, TransferOffer.unpack(body))
 
 
 async def offered(b: Client, **options: Any) -> Landing:

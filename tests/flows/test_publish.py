@@ -10,7 +10,7 @@ import pytest
 
 import kvxfer
 from kvxfer.client import Client
-from kvxfer.dataplane.plane import Part
+from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.errors import (
     ClosedError,
     GeometryMismatch,
@@ -22,7 +22,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.flows.control import ClaimHandle
-from kvxfer.flows.exchange import Posting
+from kvxfer.flows.exchange import TransferOffer
 from kvxfer.flows.tickets import as_ticket
 from kvxfer.native.engine import OpKind
 from kvxfer.tasks import Deadline
@@ -35,16 +35,16 @@ from tests.support.nodes import make_cache, scattered, small_geometry, two_nodes
 TABLE = scattered(1, 8, 40, 16)
 
 
-async def claimed(client: Client, ticket: Any) -> tuple[ClaimHandle, Posting]:
+async def claimed(client: Client, ticket: Any) -> tuple[ClaimHandle, TransferOffer]:
     found = as_ticket(ticket)
     message = Claim(node=found.addresses, kind="ticket", posting=found.posting, secret=found.secret)
     claim, body = await client.control.claim(message, Deadline.after(5), lambda _: None)
-    return claim, Posting.unpack(body)
+    return claim, TransferOffer.unpack(body)
 
 
-async def release(client: Client, peer: Posting, claim: int) -> None:
+async def release(client: Client, peer: TransferOffer, claim: int) -> None:
     tag = tags.pack(tags.RELEASE, claim, 0)
-    part = Part(kind=OpKind.GET, region=0, descriptor=peer.descriptors[0], notify=(tag, 0))
+    part = WorkRequest(kind=OpKind.GET, region=0, descriptor=peer.descriptors[0], notify=(tag, 0))
     await client.plane.start([part], timeout=5, peer="liar")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvxfer.native import ascend
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -34,8 +34,8 @@ class Refused(Exception):
     """A call answered something else than OK."""
 
     def __init__(self, name: str, status: int, raw: int, said: str) -> None:
-        super().__init__(f"{name}: {Status(status).name}, the library says {raw} {said!r}")
-        self.status, self.raw, self.said = Status(status), raw, said
+        super().__init__(f"{name}: {StatusCode(status).name}, the library says {raw} {said!r}")
+        self.status, self.raw, self.said = StatusCode(status), raw, said
 
 
 class Table:
@@ -80,7 +80,7 @@ class Table:
         given = ffi.new("kvx_ascend_op[]", [{"local": a, "remote": b, "length": n} for a, b, n in ops])
         return self.submit(engine, remote.encode(), write, given, len(ops))
 
-    def finish(self, engine: Any, request: Any) -> Status:
+    def finish(self, engine: Any, request: Any) -> StatusCode:
         raw = ffi.new("uint32_t *")
         return wait_for(lambda: self.table.poll(engine, request, raw))
 
@@ -88,22 +88,22 @@ class Table:
         given = ffi.new("kvx_ascend_copy[]", [{"target": a, "source": b, "length": n} for a, b, n in entries])
         self.copy_batch(device, stream, given, len(entries))
 
-    def rest(self, device: int, stream: Any) -> Status:
+    def rest(self, device: int, stream: Any) -> StatusCode:
         raw = ffi.new("uint32_t *")
         return wait_for(lambda: self.table.stream_poll(device, stream, raw))
 
 
-def wait_for(ask: Callable[[], int]) -> Status:
+def wait_for(ask: Callable[[], int]) -> StatusCode:
     """Ask until it is no longer PENDING."""
     end = time.monotonic() + WAIT_S
-    while (status := Status(ask())) is Status.PENDING:
+    while (status := StatusCode(ask())) is StatusCode.PENDING:
         assert time.monotonic() < end, "no end"
         time.sleep(0.0005)
     return status
 
 
 @contextmanager
-def refuses(status: Status, *raws: int) -> Iterator[None]:
+def refuses(status: StatusCode, *raws: int) -> Iterator[None]:
     try:
         yield
     except Refused as refused:
@@ -174,15 +174,15 @@ def facts() -> None:
     table = Table()
     if newest:
         assert table.capability(0) == 1
-        with refuses(Status.INVALID, 103900):
+        with refuses(StatusCode.INVALID, 103900):
             table.capability(99)
     else:
-        with refuses(Status.UNSUPPORTED, 0):
+        with refuses(StatusCode.UNSUPPORTED, 0):
             table.capability(0)
     control(DEVICE_LOST="1")
     assert ascend.device_info(0).healthy
     raw = ffi.new("uint32_t *")
-    assert table.table.device_healthy(1, raw) == Status.SYSTEM
+    assert table.table.device_healthy(1, raw) == StatusCode.SYSTEM
 
 
 def memory() -> None:
@@ -217,16 +217,16 @@ def memory() -> None:
     table.copy(0, plain, pinned, 10000)
     assert bytes(ffi.buffer(plain, 10000)) == data[MIB : MIB + 10000]
     table.copy(0, plain, pinned, 0)
-    with refuses(Status.DEVICE_MEMORY, 207001):
+    with refuses(StatusCode.DEVICE_MEMORY, 207001):
         table.mem_alloc(0, DEVICE, 65 * MIB)
-    with refuses(Status.LENGTH, 0):
+    with refuses(StatusCode.LENGTH, 0):
         table.mem_alloc(0, DEVICE, 0)
-    with refuses(Status.LENGTH, 0):
+    with refuses(StatusCode.LENGTH, 0):
         table.mem_alloc(0, DEVICE, (1 << 64) - 1)
-    with refuses(Status.INVALID, 0):
+    with refuses(StatusCode.INVALID, 0):
         table.mem_alloc(0, FOREIGN, 4096)
     for device in (-1, 2, 64, 1 << 30):
-        with refuses(Status.NO_DEVICE, 0):
+        with refuses(StatusCode.NO_DEVICE, 0):
             table.mem_alloc(device, DEVICE, 4096)
     table.mem_free(1, HOST, pinned)
     table.mem_free(0, DEVICE, hbm)
@@ -281,7 +281,7 @@ def contexts() -> None:
 def streams() -> None:
     table = Table()
     stream = table.stream_open(0)
-    assert table.rest(0, stream) is Status.OK
+    assert table.rest(0, stream) is StatusCode.OK
     count, piece = 5000, 512
     hbm, pinned = table.mem_alloc(0, DEVICE, count * piece), table.mem_alloc(0, HOST, count * piece)
     data = pattern(count * piece)[: count * piece]
@@ -291,7 +291,7 @@ def streams() -> None:
         write_device(table, hbm, bytes(count * piece))
         control(FAIL=fault)
         table.copies(0, stream, scattered)
-        assert table.rest(0, stream) is Status.OK, fault
+        assert table.rest(0, stream) is StatusCode.OK, fault
         expected = b"".join(data[n * piece : (n + 1) * piece] for n in reversed(range(count)))
         assert read_device(table, hbm, count * piece) == expected, fault
     control()
@@ -300,7 +300,7 @@ def streams() -> None:
     mixed += [(at(hbm, 3 * 512 * 1024), hbm, 1024)]
     expected_back = read_device(table, hbm, 1024) + data[:1024]
     table.copies(0, stream, mixed)
-    assert table.rest(0, stream) is Status.OK
+    assert table.rest(0, stream) is StatusCode.OK
     assert bytes(ffi.buffer(back, 2048)) == expected_back
     assert read_device(table, at(hbm, MIB), 1024) == data[:1024]
     table.copies(0, stream, [])
@@ -309,15 +309,15 @@ def streams() -> None:
     control(STALL="1")
     table.copies(0, stream, [(hbm, pinned, 1024), (at(hbm, 8192), pinned, 1024)])
     raw = ffi.new("uint32_t *")
-    assert table.table.stream_poll(0, stream, raw) == Status.PENDING
+    assert table.table.stream_poll(0, stream, raw) == StatusCode.PENDING
     table.stream_abort(0, stream)
     control()
-    assert table.rest(0, stream) is Status.OK
+    assert table.rest(0, stream) is StatusCode.OK
     assert read_device(table, hbm, 1024) == before
     table.copies(0, stream, [(hbm, pinned, 1024)])
-    assert table.rest(0, stream) is Status.OK
+    assert table.rest(0, stream) is StatusCode.OK
     assert read_device(table, hbm, 1024) == data[:1024]
-    with refuses(Status.INVALID):
+    with refuses(StatusCode.INVALID):
         table.copies(0, stream, [(ffi.NULL, hbm, 16)])
     lost(table, stream, hbm, pinned)
     table.stream_close(0, stream, False)
@@ -329,17 +329,17 @@ def lost(table: Table, stream: Any, hbm: Any, pinned: Any) -> None:
     control(STALL="1")
     table.copies(0, stream, [(hbm, pinned, 1024)])
     for fault, status in (
-        ({"DEVICE_LOST": "0"}, Status.DEVICE),
-        ({"FAIL": "syncstream:*:107002,streamquery:*:107002"}, Status.NO_CONTEXT),
+        ({"DEVICE_LOST": "0"}, StatusCode.DEVICE),
+        ({"FAIL": "syncstream:*:107002,streamquery:*:107002"}, StatusCode.NO_CONTEXT),
     ):
         control(STALL="1", **fault)
-        assert Status(table.table.stream_poll(0, stream, raw)) is status
+        assert StatusCode(table.table.stream_poll(0, stream, raw)) is status
         with refuses(status):
             table.stream_abort(0, stream)
     control()
     table.stream_abort(0, stream)  # now it can: the stream is as new
     table.copies(0, stream, [(hbm, pinned, 1024)])
-    assert table.rest(0, stream) is Status.OK
+    assert table.rest(0, stream) is StatusCode.OK
     # The error of a task says that the task is over, with the library's word that the stream is idle.
     control(FAIL="syncstream:*:507053")
     table.stream_abort(0, stream)
@@ -389,26 +389,26 @@ def engines() -> None:
     handles = [table.mem_register(opened[n], memory[n], 4 * MIB, DEVICE) for n in (0, 1)]
     handles.append(table.mem_register(one, pinned, 2 * MIB, HOST))
     remote = names[1].encode()
-    with refuses(Status.PEER_LOST, 103902):
+    with refuses(StatusCode.PEER_LOST, 103902):
         table.submit_ops(one, names[1], True, (number(memory[0]), number(memory[1]), 4096))
-    with refuses(Status.PEER_LOST, 103902):
+    with refuses(StatusCode.PEER_LOST, 103902):
         table.disconnect(one, remote, 1000)
-    with refuses(Status.LINK, 503900):
+    with refuses(StatusCode.LINK, 503900):
         table.connect(one, address().encode(), 1000)
     table.connect(one, remote, 5000)
-    with refuses(Status.BUSY, 103903):
+    with refuses(StatusCode.BUSY, 103903):
         table.connect(one, remote, 5000)
     data = pattern(4 * MIB)[: 4 * MIB]
     write_device(table, memory[0], data)
     pieces = [(number(memory[0]) + n * 4096, number(memory[1]) + (1023 - n) * 4096, 4096) for n in range(1024)]
-    assert table.finish(one, table.submit_ops(one, names[1], True, *pieces)) is Status.OK
+    assert table.finish(one, table.submit_ops(one, names[1], True, *pieces)) is StatusCode.OK
     assert read_device(table, memory[1], 4096) == data[1023 * 4096 :]
     table.copy(1, memory[1], ffi.from_buffer(b"read me!"), 8)
     get = table.submit_ops(one, names[1], False, (number(pinned), number(memory[1]), 8))
-    assert table.finish(one, get) is Status.OK
+    assert table.finish(one, get) is StatusCode.OK
     assert bytes(ffi.buffer(ffi.cast("char *", pinned), 8)) == b"read me!"
     raw = ffi.new("uint32_t *")
-    assert table.table.poll(one, get, raw) == Status.INVALID, "a finished request is forgotten"
+    assert table.table.poll(one, get, raw) == StatusCode.INVALID, "a finished request is forgotten"
     assert raw[0] == 103900
     table.disconnect(one, remote, 5000)
     for engine, handle in ((one, handles[0]), (one, handles[2]), (two, handles[1])):
@@ -445,21 +445,21 @@ def faults() -> None:
     table.connect(one, remote, 5000)
     control(SLOTS="2", STALL="1")
     running = [table.submit_ops(one, names[1], True, op) for _ in range(2)]
-    with refuses(Status.AGAIN, 203900):
+    with refuses(StatusCode.AGAIN, 203900):
         table.submit_ops(one, names[1], True, op)
     raw = ffi.new("uint32_t *")
-    assert table.table.poll(one, running[0], raw) == Status.PENDING
+    assert table.table.poll(one, running[0], raw) == StatusCode.PENDING
     control()
-    assert [table.finish(one, request) for request in running] == [Status.OK] * 2
+    assert [table.finish(one, request) for request in running] == [StatusCode.OK] * 2
     control(FAIL="transfer:1:507899", RAW_STATUS="507899")
-    assert table.finish(one, table.submit_ops(one, names[1], True, op)) in (Status.DEVICE, Status.LINK)
+    assert table.finish(one, table.submit_ops(one, names[1], True, op)) in (StatusCode.DEVICE, StatusCode.LINK)
     control()
     if os.environ["EXPECTED_TOOLKIT"] != "8.5":
-        with refuses(Status.LINK, 503900):
+        with refuses(StatusCode.LINK, 503900):
             table.submit_ops(one, names[1], True, op)
     table.disconnect(one, remote, 5000)
     table.connect(one, remote, 5000)
-    assert table.finish(one, table.submit_ops(one, names[1], True, op)) is Status.OK
+    assert table.finish(one, table.submit_ops(one, names[1], True, op)) is StatusCode.OK
     hanging(table, one, remote)
 
 
@@ -475,7 +475,7 @@ def hanging(table: Table, engine: Any, remote: bytes) -> None:
     thread = threading.Thread(target=hang)
     thread.start()
     assert not ended.wait(0.3), "the simulator did not hang"
-    with refuses(Status.BUSY, 0):
+    with refuses(StatusCode.BUSY, 0):
         table.engine_close(engine)
     control()
     assert ended.wait(WAIT_S)
@@ -491,13 +491,13 @@ def options() -> None:
     if newest:
         table.engine_close(table.open(0, "127.0.0.1", AutoConnect="0"))
     else:
-        with refuses(Status.INVALID, 0):
+        with refuses(StatusCode.INVALID, 0):
             table.open(0, "127.0.0.1", AutoConnect="0")
-    with refuses(Status.INVALID, 103900):
+    with refuses(StatusCode.INVALID, 103900):
         table.open(0, "127.0.0.1", RdmaTrafficClass="133")
     taken = address()
     engine = table.open(0, taken)
-    with refuses(Status.LINK, 503900):
+    with refuses(StatusCode.LINK, 503900):
         table.open(1, taken)
     table.engine_close(engine)
 

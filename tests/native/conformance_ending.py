@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.errors import BusyError, ClosedError, KvxferError, RegionBusy, Revoked, UnknownRegion, UnknownTransfer
 from kvxfer.native.engine import EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, Outcome, Pair, Reach, settled, within
 
 VICTIM = Path(__file__).with_name("victim.py")
@@ -70,9 +70,9 @@ async def test_after_a_cancel_no_byte_moves(pair: Pair, kind: OpKind) -> None:
             assert isinstance(outcome, tuple)
             reach.engine.cancel(outcome[0])
         statuses = {(await settled(outcome)).status for outcome in outcomes}
-        assert statuses <= {0, Status.CANCELLED}
+        assert statuses <= {0, StatusCode.CANCELLED}
         await stays_still(target(reach, kind))
-        if Status.CANCELLED in statuses:
+        if StatusCode.CANCELLED in statuses:
             break
     else:
         pytest.fail("five times, nothing was cancelled")
@@ -85,9 +85,9 @@ async def usable_again(pair: Pair, reach: Reach) -> None:
         event = await settled(reach.put(0, 0, 100))
         if event.status == 0:
             return
-        assert event.status in (Status.PEER_LOST, Status.NOT_SENT)
+        assert event.status in (StatusCode.PEER_LOST, StatusCode.NOT_SENT)
     except KvxferError as error:
-        assert error.status in (Status.PEER_LOST, Status.NOT_SENT)
+        assert error.status in (StatusCode.PEER_LOST, StatusCode.NOT_SENT)
     import_ = await pair.import_(await pair.connect(), reach.grant)
     event = await settled(reach.engine.submit_one(OpKind.PUT, reach.mine.id, import_, 0, 0, 100))
     assert event.status == 0
@@ -115,7 +115,7 @@ async def test_after_a_revoke_no_byte_moves(pair: Pair, how: str) -> None:
     assert (event.kind, event.status, event.id) == (EventKind.REVOKE, 0, reach.grant.id)
     snapshot = reach.remote_bytes.copy()
     statuses = [(await settled(outcome)).status for outcome in outcomes]
-    assert set(statuses) <= {0, Status.REVOKED, Status.UNKNOWN}
+    assert set(statuses) <= {0, StatusCode.REVOKED, StatusCode.UNKNOWN}
     assert np.array_equal(reach.remote_bytes, snapshot)
     await stays_still(reach.remote_bytes)
     await refused_after_revoke(reach)
@@ -130,7 +130,7 @@ async def refused_after_revoke(reach: Reach) -> None:
             event = await settled(reach.put(0, 0, length))
         except (Revoked, UnknownTransfer):
             continue
-        assert event.status in (Status.REVOKED, Status.UNKNOWN)
+        assert event.status in (StatusCode.REVOKED, StatusCode.UNKNOWN)
     assert np.array_equal(reach.remote_bytes, before)
 
 
@@ -182,7 +182,7 @@ async def test_releasing_a_region_revokes_its_grants(pair: Pair, how: str) -> No
         pair.owner.engine.grant(reach.remote.id, 0, 10, BOTH)
     assert (await within(done)).status == 0
     statuses = {(await settled(outcome)).status for outcome in outcomes}
-    assert statuses <= {0, Status.REVOKED, Status.UNKNOWN}
+    assert statuses <= {0, StatusCode.REVOKED, StatusCode.UNKNOWN}
     with pytest.raises(UnknownRegion):
         pair.owner.engine.release(reach.remote.id)
 
@@ -213,7 +213,7 @@ async def test_closing_a_peer_completes_its_tokens(pair: Pair, kind: OpKind) -> 
     for outcome in outcomes:
         assert isinstance(outcome, tuple)
         assert outcome[1].done(), "a token completes before its peer is closed"
-    assert {outcome[1].result().status for outcome in outcomes} <= {0, Status.PEER_LOST, Status.NOT_SENT}  # type: ignore[union-attr]
+    assert {outcome[1].result().status for outcome in outcomes} <= {0, StatusCode.PEER_LOST, StatusCode.NOT_SENT}  # type: ignore[union-attr]
     if kind == OpKind.GET:
         await stays_still(reach.mine_bytes)
     with pytest.raises(KvxferError):
@@ -233,9 +233,9 @@ async def test_closing_the_engine_completes_all_tokens(pair: Pair, kind: OpKind)
     revoking = pair.owner.engine.revoke(reach.grant.id)
     reach.engine.close()
     assert all(future.done() for future in pending)
-    allowed = {0, Status.CLOSED, Status.REVOKED, Status.UNKNOWN}
+    allowed = {0, StatusCode.CLOSED, StatusCode.REVOKED, StatusCode.UNKNOWN}
     assert {future.result().status for future in pending} <= allowed
-    assert (await within(revoking)).status in (0, Status.CLOSED)
+    assert (await within(revoking)).status in (0, StatusCode.CLOSED)
     with pytest.raises(ClosedError):
         reach.put(0, 0, 10)
     reach.engine.close()
@@ -255,12 +255,12 @@ async def test_an_owner_that_closes_is_noticed(pair: Pair) -> None:
     down = await pair.initiator.event(EventKind.PEER_DOWN)
     assert down.id == reach.peer
     for outcome in outcomes:
-        assert (await settled(outcome)).status in (0, Status.PEER_LOST, Status.NOT_SENT, Status.REVOKED)
+        assert (await settled(outcome)).status in (0, StatusCode.PEER_LOST, StatusCode.NOT_SENT, StatusCode.REVOKED)
     await asyncio.sleep(0)
     assert order.count("PEER_DOWN") == 1
     with pytest.raises(KvxferError) as caught:
         reach.put(0, 0, 10)
-    assert caught.value.status == Status.PEER_LOST
+    assert caught.value.status == StatusCode.PEER_LOST
     assert (await within(reach.engine.close_peer(reach.peer))).status == 0
 
 
@@ -308,7 +308,7 @@ async def test_nobody_there(pair: Pair) -> None:
     peer, done = pair.initiator.engine.connect(pair.index, endpoint, pair.info.secret)
     event = await within(done)
     assert (event.kind, event.id) == (EventKind.CONNECT, peer)
-    assert event.status in (Status.UNREACHABLE, Status.OTHER_HOST, Status.PEER_LOST)
+    assert event.status in (StatusCode.UNREACHABLE, StatusCode.OTHER_HOST, StatusCode.PEER_LOST)
     with pytest.raises(UnknownRegion):
         pair.initiator.engine.import_(peer, grant=1, generation=1, length=1, access=1, key=bytes(16))
 

@@ -19,7 +19,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from kvxfer.native.types import Caps
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, WRITE, Pair, Reach, segments, settled
 
@@ -42,7 +42,7 @@ async def refused(pair: Pair, reach: Reach, kind: OpKind, rows: Any, **changes: 
             return error.status
         event = await settled(outcome)
     assert event.bytes < lengths
-    if event.status != Status.RANGE:
+    if event.status != StatusCode.RANGE:
         assert np.array_equal(reach.remote_bytes, before)
         assert event.bytes == 0
     return event.status
@@ -65,7 +65,7 @@ async def test_wrong_key(pair: Pair, kind: OpKind, length: int) -> None:
     reach = await pair.reach(MIB)
     reach.fill()
     key = bytes([reach.grant.key[0] ^ 1]) + reach.grant.key[1:]
-    assert await refused(pair, reach, kind, segments((0, 0, length)), key=key) == Status.KEY
+    assert await refused(pair, reach, kind, segments((0, 0, length)), key=key) == StatusCode.KEY
     await still_works(reach)
 
 
@@ -73,7 +73,7 @@ async def test_wrong_key(pair: Pair, kind: OpKind, length: int) -> None:
 async def test_stale_generation(pair: Pair, kind: OpKind) -> None:
     reach = await pair.reach(MIB)
     status = await refused(pair, reach, kind, segments((0, 0, 64)), generation=reach.grant.generation + 1)
-    assert status == Status.STALE
+    assert status == StatusCode.STALE
     await still_works(reach)
 
 
@@ -81,7 +81,7 @@ async def test_stale_generation(pair: Pair, kind: OpKind) -> None:
 @pytest.mark.parametrize("grant", [10**6, U64_MAX, 0])
 async def test_unknown_grant(pair: Pair, kind: OpKind, grant: int) -> None:
     reach = await pair.reach(MIB)
-    assert await refused(pair, reach, kind, segments((0, 0, 64)), grant=grant) == Status.UNKNOWN
+    assert await refused(pair, reach, kind, segments((0, 0, 64)), grant=grant) == StatusCode.UNKNOWN
     await still_works(reach)
 
 
@@ -97,7 +97,7 @@ async def test_the_owner_checks_the_range(pair: Pair, kind: OpKind, length: int,
         "huge": (U64_MAX - length, U64_MAX),
     }[reaching]
     rows = segments((0, offset, length))
-    assert await refused(pair, reach, kind, rows, length=claimed) == Status.RANGE
+    assert await refused(pair, reach, kind, rows, length=claimed) == StatusCode.RANGE
     await still_works(reach)
 
 
@@ -137,7 +137,7 @@ async def test_other_blocks_cannot(pair: Pair, kind: OpKind, outside: tuple[int,
     if not pair.info.caps & Caps.BLOCKS:
         assert event.status == 0
         return
-    assert event.status == Status.RANGE
+    assert event.status == StatusCode.RANGE
     if pair.base == "tcp":
         assert event.segment == 1
     changed = (np.array(reach.mine_bytes) != mine).sum() + (np.array(reach.remote_bytes) != remote).sum()
@@ -151,7 +151,7 @@ async def test_the_owner_checks_the_direction(pair: Pair, kind: OpKind, given: i
     reach = await pair.reach(MIB, access=given)
     reach.fill()
     mine = reach.mine_bytes.copy()
-    assert await refused(pair, reach, kind, segments((0, 0, length)), access=BOTH) == Status.ACCESS
+    assert await refused(pair, reach, kind, segments((0, 0, length)), access=BOTH) == StatusCode.ACCESS
     assert np.array_equal(reach.mine_bytes, mine)
 
 
@@ -267,7 +267,7 @@ async def test_two_grants_of_one_region_have_their_own_keys(pair: Pair) -> None:
     other = pair.owner.engine.grant(reach.remote.id, 0, MIB, BOTH)
     assert other.key != reach.grant.key
     status = await refused(pair, reach, OpKind.PUT, segments((0, 0, 64)), key=other.key)
-    assert status == Status.KEY
+    assert status == StatusCode.KEY
 
 
 @KINDS
@@ -281,7 +281,7 @@ async def test_a_flipped_bit_is_found(pair: Pair, kind: OpKind, length: int) -> 
     reach = await pair.reach(MIB)
     reach.fill()
     event = await settled(reach.one(kind, 0, 0, length, check=True, notify=(1, 1)))
-    assert event.status == Status.INTEGRITY
+    assert event.status == StatusCode.INTEGRITY
     unchecked = await settled(reach.one(kind, 0, 0, length))
     assert unchecked.status == 0
     assert not np.array_equal(reach.mine_bytes[:length], reach.remote_bytes[:length])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvsm, kvxd
 from tests.native.kvxd import ACCEPTOR, DIALLER, SEGMENT_UNKNOWN, SIDE_ACCEPTOR, SIDE_DIALLER, Type
 
@@ -30,10 +30,14 @@ TRAILER_FIELDS = ("status", "crc", "zero", "mac")
 MESSAGE_FIELDS = ("magic", "version", "type", "how", "counter", "status", "sys_errno", "handle", "body", "mac")
 
 REFUSALS = frozenset(
-    {*range(Status.RANGE, Status.INTEGRITY + 1), Status.REFUSED, *range(Status.NOMEM, Status.INTERNAL)}
+    {
+        *range(StatusCode.RANGE, StatusCode.INTEGRITY + 1),
+        StatusCode.REFUSED,
+        *range(StatusCode.NOMEM, StatusCode.INTERNAL),
+    }
 )
-BARE_REFUSALS = frozenset({Status.KEY, Status.STALE, Status.UNKNOWN, Status.REVOKED})
-STATUSES = (*Status, -(2**31), -1, 17, 99, 109, 199, 210, 399, 401, 2**31 - 1)
+BARE_REFUSALS = frozenset({StatusCode.KEY, StatusCode.STALE, StatusCode.UNKNOWN, StatusCode.REVOKED})
+STATUSES = (*StatusCode, -(2**31), -1, 17, 99, 109, 199, 210, 399, 401, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def ack_may_be(sender: int, flags: int, status: int, segment: int) -> bool:
     """May an ``ACK`` like this be said at all? Whether its request has that segment is another question."""
     if flags == kvxd.F_BARE:
         return status in BARE_REFUSALS and segment == SEGMENT_UNKNOWN
-    if status == Status.OK or (sender == SIDE_ACCEPTOR and segment != SEGMENT_UNKNOWN):
+    if status == StatusCode.OK or (sender == SIDE_ACCEPTOR and segment != SEGMENT_UNKNOWN):
         return segment == SEGMENT_UNKNOWN
     return status in REFUSALS
 

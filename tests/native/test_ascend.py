@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.native import ascend
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import ascend_fakes as fakes
 from tests.native.ascend_fakes import ACL, HIXL, HIXL_9_1, STRINGS, child
 
@@ -24,23 +24,23 @@ PROBE = "from kvxfer.native import ascend; found = ascend.probe(); print(type(fo
 # -- statuses ---------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    Status.OK: [0],
-    Status.INVALID: [103900, 100000, 107000],
-    Status.TIMEOUT: [103901, 507046, 507047, 107019, 107020],
-    Status.PEER_LOST: [103902],
-    Status.BUSY: [103903],
-    Status.UNSUPPORTED: [103905, 207000, 200001, 200006],
-    Status.AGAIN: [203900, 207005],
-    Status.DEVICE_MEMORY: [207001, 200000],
-    Status.NO_CONTEXT: [107002],
-    Status.NO_DEVICE: [107001, 207004],
-    Status.DEVICE: [507000, 507053, 507055, 507056, 507899, 507999],
-    Status.LINK: [503900, 1, 99, 103904, 506999, 508000, 0x7FFF0001, 0xFFFFFFFF],
+    StatusCode.OK: [0],
+    StatusCode.INVALID: [103900, 100000, 107000],
+    StatusCode.TIMEOUT: [103901, 507046, 507047, 107019, 107020],
+    StatusCode.PEER_LOST: [103902],
+    StatusCode.BUSY: [103903],
+    StatusCode.UNSUPPORTED: [103905, 207000, 200001, 200006],
+    StatusCode.AGAIN: [203900, 207005],
+    StatusCode.DEVICE_MEMORY: [207001, 200000],
+    StatusCode.NO_CONTEXT: [107002],
+    StatusCode.NO_DEVICE: [107001, 207004],
+    StatusCode.DEVICE: [507000, 507053, 507055, 507056, 507899, 507999],
+    StatusCode.LINK: [503900, 1, 99, 103904, 506999, 508000, 0x7FFF0001, 0xFFFFFFFF],
 }
 
 
 @pytest.mark.parametrize(("ours", "raw"), [(ours, raw) for ours, numbers in TABLE.items() for raw in numbers])
-def test_vendor_statuses_in_our_words(ours: Status, raw: int) -> None:
+def test_vendor_statuses_in_our_words(ours: StatusCode, raw: int) -> None:
     assert ascend.status_of(raw) is ours
     assert ascend.meaning(raw).startswith(f"{raw}: ")
 
@@ -52,7 +52,7 @@ def test_which_statuses_end_a_link() -> None:
 
 
 def test_an_error_carries_the_vendors_number_and_text() -> None:
-    error = ascend.vendor_error(Status.DEVICE_MEMORY, 207001, what="alloc", said="no huge page", device=3)
+    error = ascend.vendor_error(StatusCode.DEVICE_MEMORY, 207001, what="alloc", said="no huge page", device=3)
     assert error.fields == {"device": 3, "vendor_status": 207001, "vendor_says": "no huge page"}
     assert "alloc: " in str(error)
 

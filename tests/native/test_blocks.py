@@ -15,7 +15,7 @@ from kvxfer.block_parts import PARTS_MAX, BlockParts
 from kvxfer.errors import KvxferError
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.engine import Engine, EngineConfig
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 
 LENGTH, MIB = 4096, 1 << 20
 U64_MAX = 2**64 - 1
@@ -68,21 +68,21 @@ def test_covers_just_the_pieces_whatever_was_asked_before(
 @pytest.mark.parametrize(
     ("parts", "blocks", "expected"),
     [
-        ([], [], Status.OK),
-        ([], [1], Status.OK),
-        ([(0, 16, 16)], [], Status.OK),
-        ([(0, 0, 16)], [0], Status.OK),
-        ([(0, 16, 0)], [1], Status.INVALID),
-        ([(0, 16, 16)], [1, 1], Status.INVALID),
-        ([(0, 16, 16)], [2, 1], Status.INVALID),
-        ([(0, 1, 1)] * (PARTS_MAX + 1), [0], Status.INVALID),
-        ([(LENGTH - 16, 16, 16)], [0], Status.OK),
-        ([(LENGTH - 15, 16, 16)], [0], Status.LOCAL_RANGE),
-        ([(0, 16, 16)], [LENGTH // 16], Status.LOCAL_RANGE),
-        ([(0, U64_MAX, 16)], [2], Status.LOCAL_RANGE),
-        ([(U64_MAX, 1, 1)], [0], Status.LOCAL_RANGE),
-        ([(1, 1, U64_MAX)], [0], Status.LOCAL_RANGE),
-        ([(0, 2**32, 1)], [2**32], Status.LOCAL_RANGE),
+        ([], [], StatusCode.OK),
+        ([], [1], StatusCode.OK),
+        ([(0, 16, 16)], [], StatusCode.OK),
+        ([(0, 0, 16)], [0], StatusCode.OK),
+        ([(0, 16, 0)], [1], StatusCode.INVALID),
+        ([(0, 16, 16)], [1, 1], StatusCode.INVALID),
+        ([(0, 16, 16)], [2, 1], StatusCode.INVALID),
+        ([(0, 1, 1)] * (PARTS_MAX + 1), [0], StatusCode.INVALID),
+        ([(LENGTH - 16, 16, 16)], [0], StatusCode.OK),
+        ([(LENGTH - 15, 16, 16)], [0], StatusCode.LOCAL_RANGE),
+        ([(0, 16, 16)], [LENGTH // 16], StatusCode.LOCAL_RANGE),
+        ([(0, U64_MAX, 16)], [2], StatusCode.LOCAL_RANGE),
+        ([(U64_MAX, 1, 1)], [0], StatusCode.LOCAL_RANGE),
+        ([(1, 1, U64_MAX)], [0], StatusCode.LOCAL_RANGE),
+        ([(0, 2**32, 1)], [2**32], StatusCode.LOCAL_RANGE),
     ],
 )
 def test_what_cannot_be_is_refused(parts: Any, blocks: Any, expected: int) -> None:
@@ -115,10 +115,10 @@ async def test_a_bad_grant_is_no_grant() -> None:
     rows = np.array([(0, 64, 64)], np.uint64)
     good, bad = (BlockParts(rows, np.array([block], np.uint64)) for block in (1, MIB))
     for length, access, blocks, status in (
-        (MIB, 3, bad, Status.LOCAL_RANGE),
-        (MIB, 8, good, Status.INVALID),
-        (2 * MIB, 1, good, Status.LOCAL_RANGE),
-        (0, 1, good, Status.LENGTH),
+        (MIB, 3, bad, StatusCode.LOCAL_RANGE),
+        (MIB, 8, good, StatusCode.INVALID),
+        (2 * MIB, 1, good, StatusCode.LOCAL_RANGE),
+        (0, 1, good, StatusCode.LENGTH),
     ):
         with pytest.raises(KvxferError) as caught:
             engine.grant(region.id, 0, length, access, blocks)

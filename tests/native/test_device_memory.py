@@ -32,7 +32,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.native.engine import Engine, EngineConfig, Event, MemoryKind, OpKind, RegionInfo
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from tests.native.simulated import ROOT, environment, faults, simulated
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -295,7 +295,7 @@ async def test_memory_that_is_not_what_it_is_said_to_be() -> None:
             engine.register(plain.ctypes.data, MIB, kind=HBM, device=0)
         with pytest.raises(RegistrationError, match="driver did not allocate") as caught:
             engine.register(plain.ctypes.data, MIB, kind=PINNED, device=0)
-        assert caught.value.status == Status.HOST_MEMORY
+        assert caught.value.status == StatusCode.HOST_MEMORY
         assert "alloc(memory='dram', device=N)" in str(caught.value)
         assert engine.register(plain.ctypes.data, MIB).kind is DRAM
         with pytest.raises(UsageError):

@@ -33,7 +33,7 @@ from kvxfer.errors import (
 )
 from kvxfer.memory import numa
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import KIB, MIB, Side, short_directory, within
 
 
@@ -450,7 +450,7 @@ async def test_futures_that_were_cancelled_do_no_harm(side: Side) -> None:
     outcome[1].cancel()
     other = side.engine.submit_one(OpKind.PUT, region, import_, 0, 32 * KIB, 32 * KIB)
     assert isinstance(other, tuple)
-    assert (await within(other[1])).status == Status.OK
+    assert (await within(other[1])).status == StatusCode.OK
 
 
 async def test_submit_one_is_quick(side: Side) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, InjectedFault
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import KIB, MIB, Pair, Reach, settled, short_directory, within
 
 INNER = pytest.mark.parametrize("inner", ["loop", "shm", "tcp"])
@@ -51,7 +51,7 @@ async def test_failing(inner: str, length: int) -> None:
     async with reaching(inner, "fail_rate=1") as reach:
         before = reach.remote_bytes.copy()
         event = await settled(reach.put(0, 0, length, notify=(1, 1)))
-        assert (event.status, event.bytes) == (Status.INJECTED, 0)
+        assert (event.status, event.bytes) == (StatusCode.INJECTED, 0)
         assert np.array_equal(reach.remote_bytes, before)
         assert not [event for event in reach.pair.owner.events if event.kind == EventKind.NOTIFY]
         assert reach.engine.counters().transports[reach.pair.index].failed_ops == 1
@@ -60,7 +60,7 @@ async def test_failing(inner: str, length: int) -> None:
 @INNER
 async def test_failing_after_so_many(inner: str) -> None:
     async with reaching(inner, "fail_after=3") as reach:
-        assert await statuses(reach, 6) == [0, 0, 0] + [Status.INJECTED] * 3
+        assert await statuses(reach, 6) == [0, 0, 0] + [StatusCode.INJECTED] * 3
 
 
 @INNER
@@ -72,7 +72,7 @@ async def test_flipping_a_bit(inner: str, length: int, kind: OpKind) -> None:
         if kind == OpKind.GET:
             target, source = source, target
         event = await settled(reach.one(kind, 0, 0, length, check=True))
-        assert event.status == Status.INTEGRITY
+        assert event.status == StatusCode.INTEGRITY
         assert event.segment in (0, -1), "the first one, or not known"
         assert (await settled(reach.one(kind, 0, 0, length))).status == 0
         wrong = np.unpackbits(target[:length] ^ source[:length])
@@ -89,7 +89,7 @@ async def test_flipping_a_bit_by_cross_memory_attach(kind: OpKind) -> None:
             reach = await pair.reach(MIB, how="register")
             reach.fill()
             for length in (100, 300 * KIB):
-                assert (await settled(reach.one(kind, 0, 0, length, check=True))).status == Status.INTEGRITY
+                assert (await settled(reach.one(kind, 0, 0, length, check=True))).status == StatusCode.INTEGRITY
                 assert (await settled(reach.one(kind, 0, 0, length))).status == 0
                 wrong = np.unpackbits(reach.remote_bytes[:length] ^ reach.mine_bytes[:length])
                 assert wrong.sum() == 1
@@ -103,14 +103,14 @@ async def test_stopping_short(inner: str, length: int) -> None:
     async with reaching(inner, "short_rate=1,seed=3") as reach:
         before = reach.remote_bytes.copy()
         event = await settled(reach.put(0, 0, length, notify=(1, 1)))
-        assert event.status == Status.INJECTED
+        assert event.status == StatusCode.INJECTED
         assert event.bytes < length
         assert same(reach, event.bytes)
         assert np.array_equal(reach.remote_bytes[event.bytes :], before[event.bytes :])
         assert not [event for event in reach.pair.owner.events if event.kind == EventKind.NOTIFY]
         rows = np.array([[i * 200, i * 200, 100] for i in range(50)], np.uint64)
         event = await settled(reach.many(OpKind.PUT, rows))
-        assert (event.status, event.bytes < 5000) == (Status.INJECTED, True)
+        assert (event.status, event.bytes < 5000) == (StatusCode.INJECTED, True)
 
 
 @INNER
@@ -133,7 +133,7 @@ async def test_hanging_until_cancelled(inner: str) -> None:
         await asyncio.sleep(0.03)
         assert not waiting.done()
         reach.engine.cancel(token)
-        assert (await within(waiting)).status == Status.CANCELLED
+        assert (await within(waiting)).status == StatusCode.CANCELLED
         assert np.array_equal(reach.remote_bytes, before)
 
 
@@ -143,7 +143,7 @@ async def test_waiting_until_the_peer_is_closed(inner: str, spec: str) -> None:
     async with reaching(inner, spec) as reach:
         waiting = [reach.put(0, 0, length)[1] for length in (100, 300 * KIB)]  # type: ignore[index]
         assert (await within(reach.engine.close_peer(reach.peer))).status == 0
-        assert [one.result().status for one in waiting] == [Status.PEER_LOST] * 2
+        assert [one.result().status for one in waiting] == [StatusCode.PEER_LOST] * 2
 
 
 @INNER
@@ -152,7 +152,7 @@ async def test_waiting_until_the_engine_is_closed(inner: str, spec: str) -> None
     async with reaching(inner, spec) as reach:
         waiting = [reach.put(0, 0, length)[1] for length in (100, 300 * KIB)]  # type: ignore[index]
         reach.engine.close()
-        assert [one.result().status for one in waiting] == [Status.CLOSED] * 2
+        assert [one.result().status for one in waiting] == [StatusCode.CLOSED] * 2
 
 
 async def test_a_delayed_operation_meets_a_revoke() -> None:
@@ -160,7 +160,7 @@ async def test_a_delayed_operation_meets_a_revoke() -> None:
         _, waiting = reach.put(0, 0, 300 * KIB)  # type: ignore[misc]
         assert (await within(reach.pair.owner.engine.revoke(reach.grant.id))).status == 0
         before = reach.remote_bytes.copy()
-        assert (await within(waiting)).status == Status.REVOKED
+        assert (await within(waiting)).status == StatusCode.REVOKED
         assert np.array_equal(reach.remote_bytes, before)
 
 
@@ -176,9 +176,9 @@ async def test_a_seed_says_what_happens() -> None:
     assert outcomes[0] == outcomes[1], "the same whatever is inside"
     assert outcomes[0] != outcomes[2]
     counts = Counter(status for status, _ in outcomes[0])
-    assert set(counts) == {0, Status.INJECTED, Status.INTEGRITY}
-    assert 0.35 < counts[Status.OK] / SEEDED_OPS < 0.68  # 0.8 cubed
-    assert 0.08 < counts[Status.INTEGRITY] / SEEDED_OPS < 0.25
+    assert set(counts) == {0, StatusCode.INJECTED, StatusCode.INTEGRITY}
+    assert 0.35 < counts[StatusCode.OK] / SEEDED_OPS < 0.68  # 0.8 cubed
+    assert 0.08 < counts[StatusCode.INTEGRITY] / SEEDED_OPS < 0.25
 
 
 @INNER
@@ -194,8 +194,8 @@ async def test_each_token_ends_once_in_a_storm(inner: str) -> None:
                 for token in live:
                     reach.engine.cancel(token)
                 ended = await asyncio.gather(*(within(one) for one in live.values()))
-                known = {0, Status.CANCELLED, Status.INJECTED, Status.INTEGRITY}
-                assert {event.status for event in ended} <= known | {Status.PEER_LOST}
+                known = {0, StatusCode.CANCELLED, StatusCode.INJECTED, StatusCode.INTEGRITY}
+                assert {event.status for event in ended} <= known | {StatusCode.PEER_LOST}
                 live.clear()
         reach.engine.close()
         assert all(one.done() for one in live.values())
@@ -248,7 +248,7 @@ async def test_a_cancel_between_two_pieces(inner: str) -> None:
         await asyncio.sleep(0.1)
         reach.engine.cancel(token)
         event = await within(waiting)
-        assert (event.status, 0 < event.bytes < 300 * KIB) == (Status.CANCELLED, True)
+        assert (event.status, 0 < event.bytes < 300 * KIB) == (StatusCode.CANCELLED, True)
         after = reach.remote_bytes.copy()
         assert same(reach, event.bytes)
         await asyncio.sleep(0.1)
@@ -261,12 +261,12 @@ async def test_the_peer_is_closed_between_two_pieces(inner: str) -> None:
         waiting = [reach.put(0, 0, length)[1] for length in (100 * KIB, 300 * KIB)]  # type: ignore[index]
         await asyncio.sleep(0.02)
         assert (await within(reach.engine.close_peer(reach.peer))).status == 0
-        assert [one.result().status for one in waiting] == [Status.PEER_LOST] * 2
+        assert [one.result().status for one in waiting] == [StatusCode.PEER_LOST] * 2
 
 
 @INNER
 async def test_one_operation_of_many(inner: str) -> None:
-    for spec, found in (("fail_op=2", Status.INJECTED), ("hang_op=2", None)):
+    for spec, found in (("fail_op=2", StatusCode.INJECTED), ("hang_op=2", None)):
         async with reaching(inner, spec) as reach:
             assert (await settled(reach.put(0, 0, 100))).status == 0
             second = reach.put(0, 0, 100)
@@ -275,7 +275,7 @@ async def test_one_operation_of_many(inner: str) -> None:
                 token, waiting = second  # type: ignore[misc]
                 assert not waiting.done()
                 reach.engine.cancel(token)
-                found = Status.CANCELLED
+                found = StatusCode.CANCELLED
             assert (await settled(second)).status == found
     async with reaching(inner, "refuse_op=2") as reach:
         assert (await settled(reach.put(0, 0, 100))).status == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import frames, kvxd
 from tests.native.alone import compiled
 from tests.native.kvxd import ACCEPTOR, DIALLER, SEGMENT_UNKNOWN, SIDE_ACCEPTOR, SIDE_DIALLER, Frame, Type
@@ -122,7 +122,7 @@ def test_every_status_of_an_answer(library: ctypes.CDLL, sender: int) -> None:
                 wanted = FRAME if frames.ack_may_be(sender, flags, status, segment) else ERROR
                 assert outcome(library, sender, frame) == wanted, (status, flags, segment)
         if sender == SIDE_ACCEPTOR:
-            wanted = FRAME if status in (Status.OK, Status.DEVICE) else ERROR
+            wanted = FRAME if status in (StatusCode.OK, StatusCode.DEVICE) else ERROR
             assert outcome(library, sender, Frame(type=Type.PONG, op=1, status=status)) == wanted, status
 
 

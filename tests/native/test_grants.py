@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.errors import KvxferError
 from kvxfer.native.engine import Engine, EngineConfig, Event, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.conftest import slack
 
 pytestmark = pytest.mark.once
@@ -66,9 +66,9 @@ async def main(transport: str, place: str) -> None:
     for _, handle in imports:
         try:
             event = await put(near, mine.id, handle)
-            assert event.status in (Status.REVOKED, Status.UNKNOWN, Status.STALE), event
+            assert event.status in (StatusCode.REVOKED, StatusCode.UNKNOWN, StatusCode.STALE), event
         except KvxferError as error:
-            assert error.status in (Status.REVOKED, Status.NO_IMPORT), error
+            assert error.status in (StatusCode.REVOKED, StatusCode.NO_IMPORT), error
     none(1)
     try:
         far.alloc(LENGTH)

@@ -16,7 +16,7 @@ import pytest
 
 from kvxfer.errors import KvxferError, OutOfRange
 from kvxfer.native.engine import EventKind, MemoryKind, OpKind, RegionInfo
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.hixl_process import MIB, Near, Other, control, other, settle, told, within
 from tests.native.simulated import simulated
 
@@ -58,7 +58,9 @@ async def test_what_it_moves_and_what_not() -> None:
         await moves_both_ways(owner, near, MemoryKind.PINNED, "PINNED")
         await reaches_beyond_four_gib(owner, near)
         mine = near.alloc(MIB)
-        assert await near.move(PUT, mine, await near.reach(owner, device=0)) == Status.UNSUPPORTED, "a card to itself"
+        assert await near.move(PUT, mine, await near.reach(owner, device=0)) == StatusCode.UNSUPPORTED, (
+            "a card to itself"
+        )
         import_ = await near.reach(owner, 65536)
         with pytest.raises(OutOfRange):  # the library would write there
             near.engine.submit_one(PUT, mine.id, import_, 0, 65530, 7)
@@ -156,10 +158,10 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
         import_ = await near.reach(owner)
         control(FAIL="connect:1:503900")
         await settle()
-        assert await failed(near, mine, import_) == (Status.LINK, 503900)
+        assert await failed(near, mine, import_) == (StatusCode.LINK, 503900)
         control(FAIL="connect:1:103902")
         await asyncio.sleep(0.2)
-        assert await failed(near, mine, import_) == (Status.PEER_LOST, 103902)
+        assert await failed(near, mine, import_) == (StatusCode.PEER_LOST, 103902)
         began = time.monotonic()
         assert await near.move(PUT, mine, import_) == 0
         assert time.monotonic() - began > 0.08, "after a pause"
@@ -173,7 +175,7 @@ async def test_a_failure_breaks_the_link_which_is_made_anew() -> None:
             control(**fault)
             await settle()
             status, vendor_status = await failed(near, mine, import_)
-            assert status in (Status.LINK, Status.DEVICE), fault
+            assert status in (StatusCode.LINK, StatusCode.DEVICE), fault
             assert vendor_status == said, fault
             control()
             await settle()
@@ -185,7 +187,7 @@ async def comes_back(near: Near, region: RegionInfo, import_: int) -> None:
 
     async def tried() -> None:
         while (status := await near.move(PUT, region, import_)) != 0:
-            assert status in (Status.TIMEOUT, Status.LINK)
+            assert status in (StatusCode.TIMEOUT, StatusCode.LINK)
             await asyncio.sleep(0.02)
 
     await within(tried())
@@ -204,8 +206,8 @@ async def test_a_connect_that_hangs_is_left_behind() -> None:
         began = time.monotonic()
         while time.monotonic() - began < 0.3:
             assert await near.move(PUT, mine, good) == 0, "others are not delayed"
-        assert (await within(outcome[1])).status == Status.TIMEOUT
-        assert await near.move(PUT, mine, bad) == Status.TIMEOUT, "no second connect while the first is out"
+        assert (await within(outcome[1])).status == StatusCode.TIMEOUT
+        assert await near.move(PUT, mine, bad) == StatusCode.TIMEOUT, "no second connect while the first is out"
         control(os.getpid())
         await comes_back(near, mine, bad)
 
@@ -220,8 +222,8 @@ async def test_after_eight_zombies_nothing_is_connected() -> None:
         control(os.getpid(), HANG="connect")
         await settle()
         outcomes = [near.start(PUT, region, import_) for region in regions[:2] for import_ in imports]
-        assert {(await within(future)).status for _, future in outcomes} == {Status.TIMEOUT}
-        assert await near.move(PUT, regions[2], imports[0]) == Status.LINK
+        assert {(await within(future)).status for _, future in outcomes} == {StatusCode.TIMEOUT}
+        assert await near.move(PUT, regions[2], imports[0]) == StatusCode.LINK
         control(os.getpid())
         await comes_back(near, regions[2], imports[0])
 
@@ -245,7 +247,7 @@ async def stalled_get(near: Near, region: RegionInfo, import_: int, **faults: ob
     return outcome
 
 
-async def ends_truly(near: Near, region: RegionInfo, future: Any, status: Status) -> None:
+async def ends_truly(near: Near, region: RegionInfo, future: Any, status: StatusCode) -> None:
     """It is over: what was still in the library when it ended never comes."""
     assert (await within(future)).status == status
     near.fill(region, 6)
@@ -260,20 +262,20 @@ async def test_after_its_end_not_a_byte_moves() -> None:
         import_ = await near.reach(owner, BIG)
         token, future = await stalled_get(near, mine, import_)
         near.engine.cancel(token)
-        await ends_truly(near, mine, future, Status.CANCELLED)
+        await ends_truly(near, mine, future, StatusCode.CANCELLED)
         # a disconnect that hangs: grace and patience are over, but it may still move
         token, future = await stalled_get(near, mine, import_, HANG="disconnect")
         near.engine.cancel(token)
         await asyncio.sleep(0.9)
         assert not future.done()
         control(STALL=1)
-        await ends_truly(near, mine, future, Status.CANCELLED)
+        await ends_truly(near, mine, future, StatusCode.CANCELLED)
         # the library says that it failed: only the disconnect says that it does not move
         _, future = await stalled_get(near, mine, import_, HANG="disconnect", FAIL="poll:*:503900")
         await asyncio.sleep(0.3)
         assert not future.done()
         control(STALL=1)
-        await ends_truly(near, mine, future, Status.LINK)
+        await ends_truly(near, mine, future, StatusCode.LINK)
 
 
 @simulated()
@@ -284,11 +286,11 @@ async def test_after_its_end_not_a_byte_is_copied() -> None:
         import_ = await near.reach(owner, BIG)
         token, future = await stalled_get(near, mine, import_)
         near.engine.cancel(token)
-        await ends_truly(near, mine, future, Status.CANCELLED)
+        await ends_truly(near, mine, future, StatusCode.CANCELLED)
         near.fill(mine, 3)
         assert await near.move(PUT, mine, import_) == 0
         token, future = await stalled_get(near, mine, import_, FAIL="streamquery:*:507899")
-        await ends_truly(near, mine, future, Status.DEVICE)
+        await ends_truly(near, mine, future, StatusCode.DEVICE)
 
 
 @simulated()
@@ -344,7 +346,7 @@ async def test_close_does_not_hang() -> None:
         near.engine.close()
         assert time.monotonic() - began < 3
         assert future.done()
-        assert future.result().status == Status.CLOSED
+        assert future.result().status == StatusCode.CLOSED
         async with Near() as again:
             assert (again.read(again.alloc(MIB, fill=5)) == 5).all()
         control()
@@ -365,7 +367,7 @@ async def test_a_stopped_owner() -> None:
         outcome = near.start(PUT, mine, bad)
         assert await near.move(PUT, mine, good) == 0
         event = await within(outcome[1])
-        assert (event.status, event.sys_errno) == (Status.TIMEOUT, 0), "by our clock: the library has said nothing"
+        assert (event.status, event.sys_errno) == (StatusCode.TIMEOUT, 0), "by our clock: the library has said nothing"
         stopped.signal(signal.SIGCONT)
         await asyncio.sleep(0.05)
         assert await near.move(PUT, mine, bad) == 0
@@ -376,7 +378,7 @@ async def test_a_stopped_owner() -> None:
         await asyncio.sleep(0.05)
         assert not future.done()
         near.engine.cancel(token)
-        assert (await within(future)).status == Status.CANCELLED
+        assert (await within(future)).status == StatusCode.CANCELLED
 
 
 @simulated()
@@ -388,11 +390,11 @@ async def test_an_owner_that_is_killed_and_restarts_on_the_same_ports() -> None:
             import_ = await near.reach(owner, BIG)
             _, future = await stalled_get(near, mine, import_)
             owner.signal(signal.SIGKILL)
-            await ends_truly(near, mine, future, Status.PEER_LOST)
+            await ends_truly(near, mine, future, StatusCode.PEER_LOST)
             await near.event(EventKind.PEER_DOWN)
             with pytest.raises(KvxferError) as caught:
                 near.start(GET, mine, import_)
-            assert caught.value.status == Status.PEER_LOST
+            assert caught.value.status == StatusCode.PEER_LOST
         async with other(**ports) as owner:
             import_ = await near.reach(owner, BIG)
             assert await near.move(PUT, mine, import_) == 0

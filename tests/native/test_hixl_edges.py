@@ -12,7 +12,7 @@ import pytest
 from kvxfer.errors import KvxferError, TransportError, TransportUnavailable
 from kvxfer.native._shim import ffi, lib
 from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.hixl_process import MIB, Near, Other, control, other, settle, told, within
 from tests.native.simulated import simulated
 
@@ -31,7 +31,7 @@ async def owner_dies(device_ipc: bool) -> None:
             await settle()
             _, future = near.start(GET, mine, import_)
             owner.signal(signal.SIGKILL)
-            assert (await within(future)).status == Status.PEER_LOST
+            assert (await within(future)).status == StatusCode.PEER_LOST
             near.fill(mine, 6)
             control()
             await settle()
@@ -79,7 +79,7 @@ async def test_a_card_that_is_not_well_is_not_connected() -> None:
         control(os.getpid(), HANG="connect")  # a connect that is tried all the same would say TIMEOUT
         await settle()
         status = await near.move(PUT, mine, import_)
-        assert status == Status.DEVICE, Status(status)
+        assert status == StatusCode.DEVICE, StatusCode(status)
         control(owner.pid)
         control(os.getpid())
         await settle()
@@ -131,7 +131,7 @@ async def test_what_cannot_be_checked_is_refused() -> None:
         import_ = await near.reach(owner)
         with pytest.raises(KvxferError) as caught:
             near.start(PUT, mine, import_, check=True)
-        assert caught.value.status == Status.UNSUPPORTED
+        assert caught.value.status == StatusCode.UNSUPPORTED
         assert await near.move(PUT, mine, import_) == 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import EventKind, GrantInfo, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import frames, kvxd
 from tests.native.hixl_process import MIB, Near, other, told, within
 from tests.native.kvxd import Frame, Type
@@ -67,7 +67,7 @@ async def test_only_the_process_that_has_an_engines_name_is_written_to() -> None
             assert await near.move(PUT, mine, fresh) == 0
             near.fill(mine, 3)
             for import_ in (old, idle):
-                assert await near.move(PUT, mine, import_) == Status.PEER_LOST
+                assert await near.move(PUT, mine, import_) == StatusCode.PEER_LOST
             assert (await owner.call("look", grant=grant["grant"]))[2] == MIB
             assert await near.move(GET, mine, fresh) == 0
             assert (near.read(mine) == 2).all()
@@ -83,7 +83,7 @@ async def test_an_owner_that_is_full_says_so() -> None:
         peer = await here.connect(there.endpoint)
         imports = [await here.import_(peer, grant) for _ in range(2)]
         _, done = here.engine.import_(peer, **(grant | {"key": made.key}))
-        assert (await within(done)).status == Status.REFUSED
+        assert (await within(done)).status == StatusCode.REFUSED
         assert await here.move(PUT, mine, imports[0]) == 0
 
 
@@ -114,7 +114,7 @@ async def test_locations_that_make_no_sense() -> None:
             _, done = near.engine.import_(peer, **(grant | {"key": owner.key}))
             event = await within(done)
             assert event.kind == EventKind.IMPORT
-            assert event.status == (0 if what == "the truth" else Status.VERSION), what
+            assert event.status == (0 if what == "the truth" else StatusCode.VERSION), what
 
 
 async def noted(near: Near, owner: Liar, says: Callable[[Frame], tuple[Frame, bytes]]) -> int:
@@ -125,7 +125,7 @@ async def noted(near: Near, owner: Liar, says: Callable[[Frame], tuple[Frame, by
     region = near.alloc(MIB)
     started = near.engine.submit(PUT, region.id, import_, np.zeros((0, 3), dtype=np.uint64), notify=(1, 2))
     status = int((await within(started[1])).status)
-    if status == Status.PEER_LOST:
+    if status == StatusCode.PEER_LOST:
         assert (await near.event(EventKind.PEER_DOWN)).id == peer
     await within(near.engine.close_peer(peer))
     return status
@@ -143,14 +143,14 @@ async def test_every_status_of_an_answer_to_a_notification() -> None:
     async with Near() as near, liar(GOOD) as owner:
         for status in frames.STATUSES:
             good = status == 0 or status in frames.REFUSALS
-            gone = status in frames.BARE_REFUSALS - {Status.KEY}
+            gone = status in frames.BARE_REFUSALS - {StatusCode.KEY}
             found = [
                 await noted(near, owner, saying(status, owner.key)),
                 await noted(near, owner, saying(status, bytes(16), kvxd.F_BARE)),
                 await noted(near, owner, saying(status, bytes(16))),
             ]
-            wanted = [status if good else Status.PEER_LOST, Status.UNKNOWN if gone else Status.PEER_LOST]
-            assert found == [*wanted, Status.PEER_LOST], status
+            wanted = [status if good else StatusCode.PEER_LOST, StatusCode.UNKNOWN if gone else StatusCode.PEER_LOST]
+            assert found == [*wanted, StatusCode.PEER_LOST], status
 
 
 @simulated()
@@ -164,24 +164,24 @@ async def test_answers_to_numbers_that_were_never_given() -> None:
                     segment=kvxd.SEGMENT_UNKNOWN if type_ == Type.ACK else 0,
                     segments=GOOD.units() if type_ == Type.LOCATION else (),
                 )
-                assert await noted(near, owner, lambda asked, made=made: (made, owner.key)) == Status.PEER_LOST
-        assert await noted(near, owner, lambda asked: (Frame(type=Type.PONG, op=1), owner.key)) == Status.PEER_LOST
+                assert await noted(near, owner, lambda asked, made=made: (made, owner.key)) == StatusCode.PEER_LOST
+        assert await noted(near, owner, lambda asked: (Frame(type=Type.PONG, op=1), owner.key)) == StatusCode.PEER_LOST
 
 
 @simulated()
 async def test_only_with_the_key_a_device_is_said_to_be_lost() -> None:
     """Anybody in the path can say that it is not well: then the transfer fails, and nothing is said of the card."""
 
-    def saying(key: bytes, *, proved: bool, status: int = Status.DEVICE) -> Callable[[Frame], tuple[Frame, bytes]]:
+    def saying(key: bytes, *, proved: bool, status: int = StatusCode.DEVICE) -> Callable[[Frame], tuple[Frame, bytes]]:
         return lambda asked: (Frame(type=Type.PONG, op=asked.op, status=status, tag=asked.tag if proved else 0), key)
 
     async with Near() as near, liar(GOOD) as owner:
         mine = near.alloc(MIB, fill=1)
         for pong, wanted in (
-            (saying(owner.key, proved=True), Status.DEVICE),
-            (saying(bytes(16), proved=False), Status.LINK),
-            (saying(bytes(16), proved=True), Status.PEER_LOST),
-            (saying(owner.key, proved=True, status=Status.NOMEM), Status.PEER_LOST),
+            (saying(owner.key, proved=True), StatusCode.DEVICE),
+            (saying(bytes(16), proved=False), StatusCode.LINK),
+            (saying(bytes(16), proved=True), StatusCode.PEER_LOST),
+            (saying(owner.key, proved=True, status=StatusCode.NOMEM), StatusCode.PEER_LOST),
         ):
             owner.pong = pong
             peer = await near.connect(owner.endpoint)

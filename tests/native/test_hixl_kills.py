@@ -18,7 +18,7 @@ import pytest
 
 from kvxfer.errors import RegionBusy
 from kvxfer.native.engine import EventKind, GrantInfo, MemoryKind, OpKind, RegionInfo
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.hixl_process import CONFIG, Near, Other, control, counts, other, settle, told, within
 from tests.native.simulated import SLACK, simulated
 
@@ -111,10 +111,10 @@ async def owners_die(ours: MemoryKind, far: MemoryKind) -> None:
                 _, future = await under.half(way)
                 owner.signal(signal.SIGKILL)
                 began = time.monotonic()
-                assert (await within(future)).status == Status.PEER_LOST
+                assert (await within(future)).status == StatusCode.PEER_LOST
                 assert time.monotonic() - began < SOON_S
                 await stays(near, mine)
-                assert (await near.event(EventKind.PEER_DOWN)).status == Status.PEER_LOST
+                assert (await near.event(EventKind.PEER_DOWN)).status == StatusCode.PEER_LOST
         assert (await within(near.engine.release(mine.id))).status == 0
 
 
@@ -132,7 +132,7 @@ async def owners_stop(ours: MemoryKind, far: MemoryKind) -> None:
             with pytest.raises(RegionBusy):
                 near.engine.release(mine.id)
             owner.signal(signal.SIGCONT)
-            assert (await within(future)).status == Status.CANCELLED
+            assert (await within(future)).status == StatusCode.CANCELLED
             await stays(near, mine)
             await under.check()
 
@@ -204,7 +204,7 @@ async def initiators_stop(ours: MemoryKind, theirs: MemoryKind) -> None:
             initiator.signal(signal.SIGCONT)
             assert (await within(revoking)).status == 0
             await stays(near, mine)
-            assert await initiator.call("running_end") == Status.REVOKED
+            assert await initiator.call("running_end") == StatusCode.REVOKED
         await reached.begin(initiator)
 
 

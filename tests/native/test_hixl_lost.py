@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvxfer.native.engine import OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.hixl_process import MIB, Near, control, other, settle, within
 from tests.native.simulated import simulated
 
@@ -26,7 +26,7 @@ async def test_copies_of_a_lost_card_stay_in_quarantine() -> None:
         under_way = await near.begin(OpKind.PUT, mine, import_)
         _, waiting = near.start(OpKind.PUT, mine, import_)
         control(STALL=1, DEVICE_LOST="0")
-        assert (await within(waiting)).status == Status.DEVICE, "what has not begun does not wait for the card"
+        assert (await within(waiting)).status == StatusCode.DEVICE, "what has not begun does not wait for the card"
         revoking = asyncio.ensure_future(owner.call("revoke", grant=grant["grant"]))
         ready, _ = await asyncio.wait([under_way, revoking], timeout=1.0)  # longer than cancel_ms and a few attempts
         assert not ready, "the card may still write"

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.alone import compiled
 
 DOWN, CONNECTING, UP, DRAINING, ZOMBIE = range(5)
@@ -101,7 +101,7 @@ def test_who_does_not_answer_is_not_connected_to(machine: Machine) -> None:
     machine.want(0)
     assert machine.time(49) == 0
     assert (machine.time(50), machine.state) == (REFUSE, DOWN)
-    assert machine.raw.refusal == Status.TIMEOUT
+    assert machine.raw.refusal == StatusCode.TIMEOUT
     assert machine.want(149) == 0
     assert machine.due() == 150
     assert machine.want(150) == PING
@@ -112,8 +112,8 @@ def test_pauses_double_up_to_five_seconds(machine: Machine) -> None:
     for _ in range(8):
         assert machine.want(now) == PING
         assert machine.pong(now) == CONNECT
-        assert machine.returned(now, Status.LINK) == REFUSE
-        assert machine.raw.refusal == Status.LINK
+        assert machine.returned(now, StatusCode.LINK) == REFUSE
+        assert machine.raw.refusal == StatusCode.LINK
         pauses.append(machine.due() - now)
         now = machine.due()
     assert pauses == [100, 200, 400, 800, 1600, 3200, 5000, 5000]
@@ -128,17 +128,17 @@ def test_a_late_connect_is_a_zombie_until_it_returns(machine: Machine) -> None:
     machine.want(0)
     machine.pong(0)
     assert (machine.time(CONNECT_MS), machine.state) == (REFUSE, ZOMBIE)
-    assert (machine.raw.refusal, machine.raw.zombies) == (Status.TIMEOUT, 1)
+    assert (machine.raw.refusal, machine.raw.zombies) == (StatusCode.TIMEOUT, 1)
     assert machine.want(10**6) == REFUSE, "no second call while one is out"
     assert machine.out
-    assert machine.returned(10**6, Status.LINK) == 0
+    assert machine.returned(10**6, StatusCode.LINK) == 0
     assert (machine.state, machine.out) == (DOWN, False)
     assert machine.want(10**6) == 0, "it pauses"
     assert machine.want(10**6 + 100) == PING
 
 
-@pytest.mark.parametrize("status", [Status.OK, Status.BUSY])
-def test_a_connect_that_comes_back_late_and_well_is_taken_down(machine: Machine, status: Status) -> None:
+@pytest.mark.parametrize("status", [StatusCode.OK, StatusCode.BUSY])
+def test_a_connect_that_comes_back_late_and_well_is_taken_down(machine: Machine, status: StatusCode) -> None:
     machine.want(0)
     machine.pong(0)
     machine.time(CONNECT_MS)
@@ -150,7 +150,7 @@ def test_a_connect_that_comes_back_late_and_well_is_taken_down(machine: Machine,
 def test_connected_already_is_made_anew(machine: Machine) -> None:
     machine.want(0)
     machine.pong(0)
-    assert (machine.returned(1, Status.BUSY), machine.state) == (DISCONNECT, DRAINING)
+    assert (machine.returned(1, StatusCode.BUSY), machine.state) == (DISCONNECT, DRAINING)
     machine.returned(2)
     assert machine.want(2) == PING
 
@@ -179,15 +179,15 @@ def test_a_link_that_is_made_anew_does_not_pause(machine: Machine) -> None:
 def test_a_disconnect_that_fails_is_made_again(machine: Machine) -> None:
     up(machine)
     machine.fail(0)
-    assert machine.returned(5, Status.LINK) == 0
+    assert machine.returned(5, StatusCode.LINK) == 0
     assert (machine.state, machine.out) == (DRAINING, False)
     assert machine.time(machine.due()) == DISCONNECT
-    assert machine.returned(200, Status.PEER_LOST) == SETTLE, "not connected will do"
+    assert machine.returned(200, StatusCode.PEER_LOST) == SETTLE, "not connected will do"
 
 
 def test_too_many_zombies_refuse(machine: Machine) -> None:
     assert machine.want(0, True) == REFUSE
-    assert (machine.raw.refusal, machine.state) == (Status.LINK, DOWN)
+    assert (machine.raw.refusal, machine.state) == (StatusCode.LINK, DOWN)
 
 
 def test_a_link_by_copies_needs_no_answer(library: ctypes.CDLL) -> None:
@@ -205,7 +205,7 @@ def test_any_order_of_events(library: ctypes.CDLL, seed: int) -> None:
     for _ in itertools.repeat(None, 1500):
         now += rng.choice([0, 1, 7, 60, 1500])
         before = out
-        status = rng.choice([Status.OK, Status.LINK, Status.BUSY, Status.PEER_LOST, Status.TIMEOUT])
+        status = rng.choice([StatusCode.OK, StatusCode.LINK, StatusCode.BUSY, StatusCode.PEER_LOST, StatusCode.TIMEOUT])
         event = rng.choice(["want", "pong", "returned", "fail", "time"])
         if event == "returned" and not out:
             continue

@@ -22,7 +22,7 @@ import pytest
 
 from kvxfer.errors import Revoked
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import BOTH, KIB, MIB, Pair, Side, settled, short_directory, within
 from tests.native.shm_owner import eventually
 
@@ -212,7 +212,7 @@ async def test_without_cross_memory_attach(where: str) -> None:
         changes = {"cross_memory_attach": False}
     async with apart("register", **changes) as pair:
         event = await pair.import_()
-        assert (event.status, event.sys_errno) == (Status.CMA_DENIED, 1)
+        assert (event.status, event.sys_errno) == (StatusCode.CMA_DENIED, 1)
     async with apart("alloc", **changes) as pair:
         assert (await pair.import_()).status == 0
 
@@ -246,7 +246,7 @@ async def test_no_room_for_a_descriptor() -> None:
                 except OSError:
                     break
             event = await pair.import_()
-            assert (event.status, event.sys_errno) == (Status.FDS, errno.EMFILE)
+            assert (event.status, event.sys_errno) == (StatusCode.FDS, errno.EMFILE)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for fd in taken:
@@ -341,10 +341,10 @@ async def test_a_frozen_owner_and_its_death() -> None:
         assert (await settled(pair.one(OpKind.PUT, LENGTH))).status == 0, "nobody needs the owner for this"
         token, waiting = pair.one(OpKind.PUT, 100, notify=(1, 1))
         pair.engine.cancel(token)
-        assert (await within(waiting)).status == Status.CANCELLED
+        assert (await within(waiting)).status == StatusCode.CANCELLED
         _, waiting = pair.one(OpKind.PUT, LENGTH, notify=(2, 2))
         pair.owner.signal(signal.SIGKILL)
-        assert (await within(waiting)).status == Status.PEER_LOST
+        assert (await within(waiting)).status == StatusCode.PEER_LOST
         assert (await pair.side.event(EventKind.PEER_DOWN)).id == pair.peer
         assert (view == 3).all(), "memory that is mapped outlives its owner"
         assert (await within(pair.engine.close_peer(pair.peer))).status == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.native.engine import EventKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvsm
 from tests.native.conformance import READ, within
 from tests.native.kvsm import Message, Speaker, Type
@@ -62,7 +62,7 @@ async def test_a_grant_is_quiet_when_the_initiator_says_so() -> None:
             asked = speaker.receive(one.grant.key)
             assert (asked.type, asked.handle, asked.proved) == (Type.REVOKE, HANDLE, True)
             speaker.send(Message(type=Type.NOTIFY, handle=HANDLE, body=kvsm.notify_body(1, 1, 1)), one.grant.key)
-            assert speaker.receive(one.grant.key).status == Status.REVOKED
+            assert speaker.receive(one.grant.key).status == StatusCode.REVOKED
             await asyncio.sleep(0.05)
             assert not revoking.done()
             assert one.engine.counters().quarantined_grants == 1
@@ -182,7 +182,7 @@ async def test_a_recorded_message_is_worth_nothing_on_another_connection() -> No
             second.greet()
             first.sent = second.sent
             second.socket.send(first.encode(import_of(one.grant), one.grant.key))
-            assert second.receive().status == Status.KEY
+            assert second.receive().status == StatusCode.KEY
             assert one.count("refused") == 1
 
 
@@ -201,7 +201,7 @@ async def test_descriptors_that_nobody_asked_for_are_closed() -> None:
 async def test_another_version_is_told() -> None:
     async with owner() as one:
         with kvsm.dial(one.endpoint) as speaker:
-            assert speaker.greet(version=2).status == Status.VERSION
+            assert speaker.greet(version=2).status == StatusCode.VERSION
             assert speaker.closed()
 
 
@@ -219,7 +219,7 @@ async def test_more_connections_than_allowed() -> None:
     async with owner(accepted_max=2) as one:
         with kvsm.dial(one.endpoint) as first, kvsm.dial(one.endpoint) as second, kvsm.dial(one.endpoint) as third:
             assert (first.greet().status, second.greet().status) == (0, 0)
-            assert third.greet().status == Status.REFUSED
+            assert third.greet().status == StatusCode.REFUSED
             assert third.closed()
             first.send(Message(type=Type.BYE))
         await eventually(lambda: one.count("peers_accepted") == 0)

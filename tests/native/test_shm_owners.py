@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.native.engine import EventKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvsm
 from tests.native.conformance import KIB, Side, short_directory, within
 from tests.native.kvsm import Hung, Message, Speaker, Type
@@ -33,7 +33,7 @@ def impostor(side: Side) -> Iterator[tuple[socket.socket, str]]:
 KEY = bytes(range(16))
 
 
-async def lied_to(side: Side, answer: Message, make: Callable[[], int] | None, key: bytes | None) -> Status:
+async def lied_to(side: Side, answer: Message, make: Callable[[], int] | None, key: bytes | None) -> StatusCode:
     """The outcome of an import that is answered so."""
     with impostor(side) as (listener, endpoint):
         peer, connecting = side.engine.connect(1, endpoint)
@@ -51,7 +51,7 @@ async def lied_to(side: Side, answer: Message, make: Callable[[], int] | None, k
             event = await within(importing)
             await within(side.engine.close_peer(peer))
             assert side.engine.counters().imports == 0
-            return Status(event.status)
+            return StatusCode(event.status)
 
 
 def memory_file(length: int, *, sealed: bool = True) -> int:
@@ -68,30 +68,31 @@ def file8() -> int:
 
 GOOD = Message(type=Type.IMPORTED, how=kvsm.BY_MAPPING, body=kvsm.imported_body(0))
 REFUSED = Message(type=Type.IMPORTED)
-LIES: dict[str, tuple[Message, Callable[[], int] | None, bytes | None, Status]] = {
-    "the truth": (GOOD, file8, KEY, Status.OK),
-    "no proof": (GOOD, file8, None, Status.PEER_LOST),
-    "no file": (GOOD, None, KEY, Status.PEER_LOST),
-    "a file that can shrink": (GOOD, lambda: memory_file(8 * KIB, sealed=False), KEY, Status.NOT_KVXFER),
-    "a file that is too short": (GOOD, lambda: memory_file(4 * KIB), KEY, Status.NOT_KVXFER),
-    "beyond the end": (replace(GOOD, body=kvsm.imported_body(KIB)), file8, KEY, Status.NOT_KVXFER),
-    "overflow": (replace(GOOD, body=kvsm.imported_body(2**64 - 1)), file8, KEY, Status.NOT_KVXFER),
-    "a device": (GOOD, lambda: os.open("/dev/zero", os.O_RDWR), KEY, Status.NOT_KVXFER),
-    "a file with an address": (replace(GOOD, how=kvsm.BY_ATTACH), file8, KEY, Status.PEER_LOST),
+LIES: dict[str, tuple[Message, Callable[[], int] | None, bytes | None, StatusCode]] = {
+    "the truth": (GOOD, file8, KEY, StatusCode.OK),
+    "no proof": (GOOD, file8, None, StatusCode.PEER_LOST),
+    "no file": (GOOD, None, KEY, StatusCode.PEER_LOST),
+    "a file that can shrink": (GOOD, lambda: memory_file(8 * KIB, sealed=False), KEY, StatusCode.NOT_KVXFER),
+    "a file that is too short": (GOOD, lambda: memory_file(4 * KIB), KEY, StatusCode.NOT_KVXFER),
+    "beyond the end": (replace(GOOD, body=kvsm.imported_body(KIB)), file8, KEY, StatusCode.NOT_KVXFER),
+    "overflow": (replace(GOOD, body=kvsm.imported_body(2**64 - 1)), file8, KEY, StatusCode.NOT_KVXFER),
+    "a device": (GOOD, lambda: os.open("/dev/zero", os.O_RDWR), KEY, StatusCode.NOT_KVXFER),
+    "a file with an address": (replace(GOOD, how=kvsm.BY_ATTACH), file8, KEY, StatusCode.PEER_LOST),
     "an address of nothing": (
-        replace(GOOD, how=kvsm.BY_ATTACH, body=kvsm.imported_body(4096, 4096)), None, KEY, Status.CMA_DENIED,
+        replace(GOOD, how=kvsm.BY_ATTACH, body=kvsm.imported_body(4096, 4096)), None, KEY, StatusCode.CMA_DENIED,
     ),
-    "neither": (replace(GOOD, how=0), None, KEY, Status.PEER_LOST),
-    "a refusal": (replace(GOOD, how=0, status=Status.UNKNOWN), None, None, Status.UNKNOWN),
-    "a refusal of nothing": (replace(GOOD, how=0, status=-5), None, None, Status.PEER_LOST),
-    "a refusal with a file": (replace(GOOD, status=Status.UNKNOWN), file8, KEY, Status.PEER_LOST),
-    "a refusal that only the key may tell": (replace(REFUSED, status=Status.RANGE), None, None, Status.PEER_LOST),
-    "a refusal with the key": (replace(REFUSED, status=Status.RANGE), None, KEY, Status.RANGE),
-    "a full owner": (replace(REFUSED, status=Status.REFUSED), None, KEY, Status.REFUSED),
-    "an errno that cannot be": (replace(REFUSED, status=Status.SYSTEM, sys_errno=-1), None, KEY, Status.PEER_LOST),
-    "a cancel": (replace(REFUSED, status=Status.CANCELLED), None, KEY, Status.PEER_LOST),
+    "neither": (replace(GOOD, how=0), None, KEY, StatusCode.PEER_LOST),
+    "a refusal": (replace(GOOD, how=0, status=StatusCode.UNKNOWN), None, None, StatusCode.UNKNOWN),
+    "a refusal of nothing": (replace(GOOD, how=0, status=-5), None, None, StatusCode.PEER_LOST),
+    "a refusal with a file": (replace(GOOD, status=StatusCode.UNKNOWN), file8, KEY, StatusCode.PEER_LOST),
+    "a refusal only for the key": (replace(REFUSED, status=StatusCode.RANGE), None, None, StatusCode.PEER_LOST),
+    "a refusal with the key": (replace(REFUSED, status=StatusCode.RANGE), None, KEY, StatusCode.RANGE),
+    "a full owner": (replace(REFUSED, status=StatusCode.REFUSED), None, KEY, StatusCode.REFUSED),
+    "a bad errno": (replace(REFUSED, status=StatusCode.SYSTEM, sys_errno=-1), None, KEY, StatusCode.PEER_LOST),
+    "a cancel": (replace(REFUSED, status=StatusCode.CANCELLED), None, KEY, StatusCode.PEER_LOST),
     "an address that wraps": (
-        replace(GOOD, how=kvsm.BY_ATTACH, body=kvsm.imported_body(2**64 - 4096, 4096)), None, KEY, Status.NOT_KVXFER,
+        replace(GOOD, how=kvsm.BY_ATTACH, body=kvsm.imported_body(2**64 - 4096, 4096)),
+        *(None, KEY, StatusCode.NOT_KVXFER),
     ),
 }  # fmt: skip
 

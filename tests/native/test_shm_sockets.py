@@ -10,16 +10,16 @@ import pytest
 
 from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.native.engine import Engine, EngineConfig
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import Side, short_directory, within
 from tests.native.shm_owner import eventually
 
 
-async def connect_status(side: Side, endpoint: str) -> tuple[Status, int]:
+async def connect_status(side: Side, endpoint: str) -> tuple[StatusCode, int]:
     peer, connecting = side.engine.connect(1, endpoint)
     event = await within(connecting)
     assert event.id == peer
-    return Status(event.status), event.sys_errno
+    return StatusCode(event.status), event.sys_errno
 
 
 def boot_id() -> str:
@@ -33,11 +33,11 @@ async def test_endpoints() -> None:
             boot, _, path = side.engine.transports[1].endpoint.partition(":")
             assert boot == boot_id()
             assert Path(path) == directory / f"e-{side.engine.engine_id.hex()[:12]}.sock"
-            assert await connect_status(side, f"{boot}:{path}") == (Status.OK, 0)
-            assert await connect_status(side, f"{'0' * 32}:{path}") == (Status.OTHER_HOST, 0)
-            assert await connect_status(side, f"{boot}:{path}x") == (Status.UNREACHABLE, 2)
+            assert await connect_status(side, f"{boot}:{path}") == (StatusCode.OK, 0)
+            assert await connect_status(side, f"{'0' * 32}:{path}") == (StatusCode.OTHER_HOST, 0)
+            assert await connect_status(side, f"{boot}:{path}x") == (StatusCode.UNREACHABLE, 2)
             for endpoint in (path, boot, f"{boot}:", f"{boot}:x", f"{boot}:/{'x' * 108}", "x:/y"):
-                assert (await connect_status(side, endpoint))[0] == Status.UNREACHABLE
+                assert (await connect_status(side, endpoint))[0] == StatusCode.UNREACHABLE
         finally:
             side.close()
 
@@ -51,7 +51,9 @@ async def test_a_listener_that_never_answers() -> None:
                 listener.bind(f"{directory}/deaf.sock")
                 listener.listen(0)
                 outcomes = await asyncio.gather(*(connect_status(side, endpoint) for _ in range(4)))
-                assert {status for status, _ in outcomes} == {Status.TIMEOUT}, "also those its queue has no room for"
+                assert {status for status, _ in outcomes} == {StatusCode.TIMEOUT}, (
+                    "also those its queue has no room for"
+                )
             await eventually(lambda: side.engine.counters().peers == 0)
         finally:
             side.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 
 GRAIN = lib.KVX_SPACE_GRAIN
 LARGE = 2 << 20
@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
     def take(self, length: int, alignment: int) -> Any:
         status, offset = self.space.take(length, alignment)
         if status != 0:
-            assert status == Status.DEVICE_MEMORY
+            assert status == StatusCode.DEVICE_MEMORY
             rounded = -(-length // GRAIN) * GRAIN
             assert max([0, *self.space.holes()]) < rounded + alignment, "there was room"
             return multiple()
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
     @rule(offset=consumes(offsets))
     def give(self, offset: int) -> None:
         assert self.space.give(offset) == 0
-        assert self.space.give(offset) == Status.INVALID, "twice"
+        assert self.space.give(offset) == StatusCode.INVALID, "twice"
 
     @invariant()
     def books_agree(self) -> None:
@@ -107,7 +107,7 @@ def test_the_first_hole_that_fits() -> None:
 def test_all_of_it_and_not_a_byte_more() -> None:
     space = Space()
     assert space.take(LENGTH) == (0, 0)
-    assert space.take(1)[0] == Status.DEVICE_MEMORY
+    assert space.take(1)[0] == StatusCode.DEVICE_MEMORY
     assert space.give(0) == 0
     assert space.query() == (0, LENGTH, 1)
 
@@ -121,7 +121,12 @@ def test_an_odd_length_is_used_in_whole_grains(length: int) -> None:
 
 @pytest.mark.parametrize(
     ("length", "alignment", "status"),
-    [(0, 1, Status.LENGTH), ((1 << 64) - 1, 1, Status.LENGTH), (1, 0, Status.INVALID), (1, 3, Status.INVALID)],
+    [
+        (0, 1, StatusCode.LENGTH),
+        ((1 << 64) - 1, 1, StatusCode.LENGTH),
+        (1, 0, StatusCode.INVALID),
+        (1, 3, StatusCode.INVALID),
+    ],
 )
-def test_nonsense_is_refused(length: int, alignment: int, status: Status) -> None:
+def test_nonsense_is_refused(length: int, alignment: int, status: StatusCode) -> None:
     assert Space().take(length, alignment)[0] == status

@@ -10,7 +10,7 @@ import pytest
 from kvxfer import errors
 from kvxfer.native import status as module
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import BY_STATUS, Status, error_for, raise_for
+from kvxfer.native.status import BY_STATUS, StatusCode, error_for, raise_for
 
 HEADER = Path(module.__file__).with_name("status.h").read_text()
 IN_C = {
@@ -21,23 +21,23 @@ BASES = {0: errors.UsageError, 1: errors.TransferError, 2: errors.PeerError, 3: 
 
 
 def test_the_enums_agree() -> None:
-    assert {status.name: status.value for status in Status} == IN_C
+    assert {status.name: status.value for status in StatusCode} == IN_C
     assert len(IN_C) > 40
 
 
 def test_the_engine_knows_the_names() -> None:
-    for status in Status:
+    for status in StatusCode:
         name = ffi.string(lib.kvx_status_name(status)).decode()
         assert name.removeprefix("KVX_").removeprefix("E_") == status.name
     assert ffi.string(lib.kvx_status_name(9999)) == b"unknown"
 
 
 def test_every_failure_has_its_error() -> None:
-    assert set(BY_STATUS) == set(Status) - {Status.OK}
+    assert set(BY_STATUS) == set(StatusCode) - {StatusCode.OK}
 
 
-@pytest.mark.parametrize("status", [status for status in Status if status != Status.OK])
-def test_errors_carry_what_is_known(status: Status) -> None:
+@pytest.mark.parametrize("status", [status for status in StatusCode if status != StatusCode.OK])
+def test_errors_carry_what_is_known(status: StatusCode) -> None:
     vendors = error_for(status, sys_errno=503900)
     assert vendors.fields == {"vendor_status": 503900}, "no errno of the system's"
     assert "503900" in str(vendors)
@@ -62,4 +62,4 @@ def test_codes_of_no_range_are_our_bug(unknown: int) -> None:
 def test_raise_for() -> None:
     raise_for(0)
     with pytest.raises(errors.Revoked, match="withdrew"):
-        raise_for(Status.REVOKED, what="put", grant=3)
+        raise_for(StatusCode.REVOKED, what="put", grant=3)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvxfer.native._shim import ffi
-from kvxfer.native.status import Status, memory_error
+from kvxfer.native.status import StatusCode, memory_error
 
 
 def told(text: str) -> str:
     why = ffi.new("kvx_mem_why *")
     room = len(why.text)
     why.text = text.encode()[: room - 1].ljust(room, b"\0")
-    return memory_error(ffi, Status.UNSUPPORTED, why, "alloc", device=0).message
+    return memory_error(ffi, StatusCode.UNSUPPORTED, why, "alloc", device=0).message
 
 
 def test_what_fits_is_told_as_it_is() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, KvxferError, TransportUnavailable
 from kvxfer.native.engine import Engine, EngineConfig, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd
 from tests.native.conformance import KIB, MIB, settled, within
 from tests.native.kvxd import Frame, Speaker, Type
@@ -94,25 +94,25 @@ async def test_a_silent_server_times_out() -> None:
     async with server(silent) as endpoint, initiator(connect_ms=200) as side:
         started = time.monotonic()
         _, event = await connect(side, endpoint)
-        assert event.status == Status.TIMEOUT
+        assert event.status == StatusCode.TIMEOUT
         assert 0.15 < time.monotonic() - started < 1.5 * SLACK
 
 
 @pytest.mark.parametrize(
     ("said", "status"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", Status.NOT_KVXFER),
-        (b"SSH-2.0-OpenSSH_9.0\r\n", Status.NOT_KVXFER),
-        (b"", Status.NOT_KVXFER),
-        (b"KVXD", Status.NOT_KVXFER),
-        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), version=3), Status.VERSION),
-        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), version=2), Status.ENCRYPTION),
-        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), status=206), Status.REFUSED),
-        (kvxd.hello(kvxd.DIALLER, bytes(16)), Status.NOT_KVXFER),
-        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), frame_bytes=0), Status.NOT_KVXFER),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", StatusCode.NOT_KVXFER),
+        (b"SSH-2.0-OpenSSH_9.0\r\n", StatusCode.NOT_KVXFER),
+        (b"", StatusCode.NOT_KVXFER),
+        (b"KVXD", StatusCode.NOT_KVXFER),
+        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), version=3), StatusCode.VERSION),
+        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), version=2), StatusCode.ENCRYPTION),
+        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), status=206), StatusCode.REFUSED),
+        (kvxd.hello(kvxd.DIALLER, bytes(16)), StatusCode.NOT_KVXFER),
+        (kvxd.hello(kvxd.ACCEPTOR, bytes(16), frame_bytes=0), StatusCode.NOT_KVXFER),
     ],
 )
-async def test_who_answers_is_not_ours(said: bytes, status: Status) -> None:
+async def test_who_answers_is_not_ours(said: bytes, status: StatusCode) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(kvxd.HELLO_BYTES)
         writer.write(said)
@@ -129,7 +129,7 @@ async def test_nobody_listens() -> None:
         port = gone.getsockname()[1]
     async with initiator() as side:
         _, event = await connect(side, f"127.0.0.1:{port}")
-        assert (event.status, event.sys_errno) == (Status.UNREACHABLE, errno.ECONNREFUSED)
+        assert (event.status, event.sys_errno) == (StatusCode.UNREACHABLE, errno.ECONNREFUSED)
 
 
 async def test_an_impostor_learns_nothing() -> None:
@@ -149,7 +149,7 @@ async def test_an_impostor_learns_nothing() -> None:
         peer, event = await connect(side, endpoint)
         assert event.status == 0
         _, event = await import_(side, peer)
-        assert event.status == Status.KEY
+        assert event.status == StatusCode.KEY
         await within(side.engine.close_peer(peer))
         assert seen[0] == Type.ATTACH
         assert len(seen) <= 1 + kvxd.HEADER_BYTES, "a goodbye, no more"
@@ -188,7 +188,7 @@ async def test_lies_end_the_connection(lie: str) -> None:
         mine, data = side.alloc(64 * KIB)
         data[:] = 9
         event = await settled(side.engine.submit_one(OpKind.GET, mine.id, handle, 100, 0, 1000))
-        assert event.status == Status.PEER_LOST
+        assert event.status == StatusCode.PEER_LOST
         assert (data[:100] == 9).all()
         assert (data[1100:] == 9).all()
         assert (await side.event(EventKind.PEER_DOWN)).id == peer
@@ -213,4 +213,4 @@ async def test_an_answer_before_the_end_of_the_question() -> None:
         assert event.status == 0
         mine, _ = side.alloc(64 * MIB)
         event = await settled(side.engine.submit_one(OpKind.PUT, mine.id, handle, 0, 0, 64 * MIB))
-        assert event.status == Status.PEER_LOST
+        assert event.status == StatusCode.PEER_LOST

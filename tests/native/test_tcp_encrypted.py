@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.errors import EncryptionMismatch, PeerLost
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd, sealed
 from tests.native.conformance import KIB, MIB, Outcome, Side, settled, within
 from tests.native.kvxd import Frame, Type
@@ -333,7 +333,7 @@ async def changed(name: str, size: int, kind: OpKind, way: str) -> None:
             event = await settled(outcome)
             whole = (name, size, outcome) == ("twice", 200, outcomes[0])  # it was; what came behind it was not
             # What came behind it may still have been waiting when the connection ended.
-            ended = (Status.PEER_LOST,) if outcome is outcomes[0] else (Status.PEER_LOST, Status.NOT_SENT)
+            ended = (StatusCode.PEER_LOST,) if outcome is outcomes[0] else (StatusCode.PEER_LOST, StatusCode.NOT_SENT)
             assert event.status in ended or (whole and event.status == 0), (name, event)
         await eventually(lambda: one.count("peers_accepted") == 0)
         assert await serves(one)
@@ -355,7 +355,7 @@ async def test_sent_back_to_its_sender() -> None:
         peer, done = side.engine.connect(1, endpoint, secret_of(one))
         assert (await within(done)).status == 0
         _, event = await import_(side, peer, grant=one.grant.id, generation=one.grant.generation, key=one.key)
-        assert event.status == Status.PEER_LOST
+        assert event.status == StatusCode.PEER_LOST
 
 
 async def test_a_recorded_connection_is_worth_nothing() -> None:
@@ -394,7 +394,7 @@ async def test_a_changed_hello_gives_other_keys(way: str, at: int) -> None:
         middle.change = change
         _, done = side.engine.connect(1, endpoint, secret_of(one))
         status = (await within(done)).status
-        assert status in (Status.SECRET, Status.NOT_KVXFER, Status.REFUSED), status
+        assert status in (StatusCode.SECRET, StatusCode.NOT_KVXFER, StatusCode.REFUSED), status
 
 
 # -- one side in clear ------------------------------------------------------------------------------------------------
@@ -403,18 +403,18 @@ async def test_a_changed_hello_gives_other_keys(way: str, at: int) -> None:
 async def test_a_dialler_in_clear_is_told_why_not() -> None:
     async with owner(**ON) as one, initiator() as side:
         _, event = await connect(side, one.endpoint)
-        assert event.status == Status.ENCRYPTION
+        assert event.status == StatusCode.ENCRYPTION
         with pytest.raises(EncryptionMismatch, match="tcp_encryption"):
             side.engine.connect(1, one.endpoint, secret_of(one))
         async with await kvxd.dial(one.endpoint) as speaker:
-            assert await speaker.greet() == Status.ENCRYPTION
+            assert await speaker.greet() == StatusCode.ENCRYPTION
             assert await speaker.closed() == b""
 
 
 async def test_an_owner_in_clear_is_not_talked_to() -> None:
     async with owner() as one, initiator(**ON) as side:
         _, done = side.engine.connect(1, one.endpoint, SECRET)
-        assert (await within(done)).status == Status.ENCRYPTION
+        assert (await within(done)).status == StatusCode.ENCRYPTION
         with pytest.raises(EncryptionMismatch):
             side.engine.connect(1, one.endpoint)
         async with await attached(one):
@@ -429,7 +429,7 @@ async def test_no_answer_makes_it_go_on_in_clear(answer: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await reader.readexactly(sealed.HELLO_BYTES)
         if answer != "nothing":
-            status = 0 if answer == "clear" else int(Status.VERSION)
+            status = 0 if answer == "clear" else int(StatusCode.VERSION)
             writer.write(kvxd.hello(kvxd.ACCEPTOR, bytes(16), status=status))
         else:
             writer.write_eof()
@@ -437,14 +437,14 @@ async def test_no_answer_makes_it_go_on_in_clear(answer: str) -> None:
 
     async with server(serve) as endpoint, initiator(**ON) as side:
         _, done = side.engine.connect(1, endpoint, SECRET)
-        assert (await within(done)).status in (Status.ENCRYPTION, Status.NOT_KVXFER)
+        assert (await within(done)).status in (StatusCode.ENCRYPTION, StatusCode.NOT_KVXFER)
         assert len(await within(heard)) == sealed.HELLO_BYTES, "nothing followed"
 
 
 async def test_a_wrong_secret() -> None:
     async with owner(**ON) as one, initiator(**ON) as side:
         _, done = side.engine.connect(1, one.endpoint, bytes(32))
-        assert (await within(done)).status == Status.SECRET
+        assert (await within(done)).status == StatusCode.SECRET
         speaker = await sealed.dial(one.endpoint)
         with pytest.raises(AssertionError, match="the tag is wrong"):
             await speaker.greet_sealed(SECRET)
@@ -455,7 +455,7 @@ async def test_a_wrong_secret() -> None:
 async def test_an_owner_that_does_not_know_the_secret() -> None:
     async with our_owner(lambda speaker, frame: None, bytes(32)) as endpoint, initiator(**ON) as side:
         _, done = side.engine.connect(1, endpoint, SECRET)
-        assert (await within(done)).status == Status.SECRET
+        assert (await within(done)).status == StatusCode.SECRET
 
 
 async def test_secrets_are_drawn_anew() -> None:
@@ -535,7 +535,7 @@ async def test_good_records_with_hostile_frames() -> None:
 async def test_the_grants_key_is_asked_for_all_the_same() -> None:
     async with owner(**ON) as one, await dialled(one) as speaker:
         speaker.send(one.frame(Type.ATTACH), bytes(16))
-        assert (await speaker.frame(bytes(16))).status == Status.KEY
+        assert (await speaker.frame(bytes(16))).status == StatusCode.KEY
 
 
 async def test_an_authenticator_fits_its_own_connection_only() -> None:
@@ -545,4 +545,4 @@ async def test_an_authenticator_fits_its_own_connection_only() -> None:
         second.writer.write(proof)
         second.received = 0
         answer = await second.frame(one.key)
-        assert (answer.type, answer.status) == (Type.ACK, Status.KEY)
+        assert (answer.type, answer.status) == (Type.ACK, StatusCode.KEY)

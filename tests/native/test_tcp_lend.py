@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from kvxfer.native.engine import Event, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import KIB, MIB, Bytes, Outcome, Side, segments, settled, within
 from tests.native.tcp_owner import Owner, initiator, owner, wired
 
@@ -153,7 +153,7 @@ async def test_after_a_cancel_the_source_is_free() -> None:
             if not done.done():
                 s.side.engine.cancel(token)
             event = await settled(outcome)
-            cancelled += event.status == Status.CANCELLED
+            cancelled += event.status == StatusCode.CANCELLED
             s.bytes[:] = 255
             again = await settled(s.side.engine.submit(OpKind.PUT, 0, s.handle, None, notify=(1, 1)))
             assert again.status == 0
@@ -181,7 +181,7 @@ async def test_an_owner_that_dies_meanwhile() -> None:
             _, handle = await wired(side, one)
             outcomes = [side.engine.submit_one(OpKind.PUT, region.id, handle, 0, 0, LENGTH) for _ in range(4)]
         for outcome in outcomes:
-            assert (await settled(outcome)).status in (0, Status.PEER_LOST, Status.NOT_SENT)
+            assert (await settled(outcome)).status in (0, StatusCode.PEER_LOST, StatusCode.NOT_SENT)
         assert (await within(side.engine.release(region.id))).status == 0
 
 

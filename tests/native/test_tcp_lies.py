@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import frames, kvxd
 from tests.native.conformance import KIB, Side, settled, within
 from tests.native.kvxd import SEGMENT_UNKNOWN, Frame, Speaker, Type
@@ -23,7 +23,7 @@ ROWS = np.array([(i * 4000, i * 4000, 2000) for i in range(3)], dtype=np.uint64)
 WRONG_KEY = bytes(16)
 Say = Callable[[Frame], tuple[Frame, bytes]]
 Outcome = tuple[int, int]
-LOST = (Status.PEER_LOST, -1)
+LOST = (StatusCode.PEER_LOST, -1)
 
 
 class Lies:
@@ -81,18 +81,20 @@ def expected(kind: OpKind, status: int, segment: int, how: str) -> Outcome:
     """By the specification, of an `ACK` to a frame with three segments."""
     named = segment != SEGMENT_UNKNOWN
     if how == "bare":
-        gone = status in frames.BARE_REFUSALS - {Status.KEY} and not named
-        return (Status.UNKNOWN, -1) if gone else LOST
+        gone = status in frames.BARE_REFUSALS - {StatusCode.KEY} and not named
+        return (StatusCode.UNKNOWN, -1) if gone else LOST
     if how == "wrong key" or (named and segment >= len(ROWS)):
         return LOST
-    if status == Status.OK:
-        return (Status.OK, -1) if kind == PUT and not named else LOST
+    if status == StatusCode.OK:
+        return (StatusCode.OK, -1) if kind == PUT and not named else LOST
     return (status, segment if named else -1) if status in frames.REFUSALS else LOST
 
 
 CASES = [
     *itertools.product(frames.STATUSES, [SEGMENT_UNKNOWN, 0], ["proved", "bare", "wrong key"]),
-    *itertools.product([Status.RANGE, Status.UNKNOWN], [2, 3, 5, 2**31, 2**32 - 2], ["proved", "bare", "wrong key"]),
+    *itertools.product(
+        [StatusCode.RANGE, StatusCode.UNKNOWN], [2, 3, 5, 2**31, 2**32 - 2], ["proved", "bare", "wrong key"]
+    ),
 ]
 
 
@@ -113,7 +115,7 @@ async def test_what_an_answer_may_say_of_an_op(how: str) -> None:
 
 NOTES: dict[str, tuple[Say, Outcome]] = {
     "a segment of a notification": (lambda asked: (ack(asked, status=101, segment=0), KEY), LOST),
-    "a refusal": (lambda asked: (ack(asked, status=101), KEY), (Status.RANGE, -1)),
+    "a refusal": (lambda asked: (ack(asked, status=101), KEY), (StatusCode.RANGE, -1)),
     "a refusal that nobody proves": (lambda asked: (ack(asked, status=106, flags=kvxd.F_BARE), WRONG_KEY), (105, -1)),
     "data": (lambda asked: (data(asked, length=1), KEY), LOST),
 }
@@ -126,7 +128,7 @@ async def test_answers_to_a_notification(name: str) -> None:
 
 
 DATA: dict[str, tuple[Say, Outcome]] = {
-    "the truth": (lambda asked: (data(asked), KEY), (Status.OK, -1)),
+    "the truth": (lambda asked: (data(asked), KEY), (StatusCode.OK, -1)),
     "no key": (lambda asked: (data(asked), WRONG_KEY), LOST),
     "a segment": (lambda asked: (data(asked, segment=1), KEY), LOST),
     "a status in the head": (lambda asked: (data(asked, status=106), KEY), LOST),
@@ -163,7 +165,7 @@ async def test_a_segment_is_counted_from_the_first_of_its_frame() -> None:
                 peer, _ = await connect(side, endpoint)
                 handle, _ = await import_(side, peer)
                 event = await settled(side.engine.submit(PUT, mine.id, handle, rows))
-                wanted = (Status.RANGE, first + segment) if segment < segments else LOST
+                wanted = (StatusCode.RANGE, first + segment) if segment < segments else LOST
                 assert (event.status, event.segment) == wanted, (frame, segment)
 
 
@@ -184,8 +186,8 @@ async def test_answers_to_an_import(how: str, status: int) -> None:
         peer, _ = await connect(side, endpoint)
         _, event = await import_(side, peer)
         good = {"proved": {0} | frames.REFUSALS, "bare": frames.BARE_REFUSALS}
-        wanted = status if status in good.get(how, set()) else Status.PEER_LOST
+        wanted = status if status in good.get(how, set()) else StatusCode.PEER_LOST
         if how == "wrong key" and frames.ack_may_be(kvxd.ACCEPTOR, 0, status, SEGMENT_UNKNOWN):
-            wanted = Status.KEY
+            wanted = StatusCode.KEY
         assert event.status == wanted
         await within(side.engine.close_peer(peer))

@@ -20,7 +20,7 @@ import pytest
 
 from kvxfer.errors import KvxferError
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd, tcp_target
 from tests.native.conformance import KIB, MIB, Side, settled, within
 from tests.native.kvxd import Frame, Speaker
@@ -47,13 +47,13 @@ async def test_cancelling_what_the_owner_never_answers(kind: OpKind) -> None:
         await asyncio.sleep(0.05)
         started = time.monotonic()
         side.engine.cancel(outcome[0])
-        assert (await settled(outcome)).status == Status.CANCELLED
+        assert (await settled(outcome)).status == StatusCode.CANCELLED
         taken = time.monotonic() - started
         if kind == OpKind.GET:
             assert taken < 0.25 * SLACK, "nothing can arrive in our memory any more: at once"
             return
         assert 0.25 < taken < 1.3 * SLACK, "until the connection is reset, the owner may still write"
-        assert (await settled(other)).status in (Status.PEER_LOST, Status.NOT_SENT)
+        assert (await settled(other)).status in (StatusCode.PEER_LOST, StatusCode.NOT_SENT)
         assert (await side.event(EventKind.PEER_DOWN)).id == peer
 
 
@@ -93,7 +93,7 @@ async def test_a_killed_owner_is_noticed(kind: OpKind) -> None:
         await asyncio.sleep(0.05)
         started = time.monotonic()
         process.kill()
-        assert (await settled(outcome)).status == Status.PEER_LOST
+        assert (await settled(outcome)).status == StatusCode.PEER_LOST
         assert (await side.event(EventKind.PEER_DOWN)).id == peer
         assert time.monotonic() - started < 1.0 * SLACK
         with pytest.raises(KvxferError):
@@ -114,7 +114,7 @@ async def test_a_stopped_owner_writes_nothing_after_the_reset() -> None:
         assert not isinstance(outcome, Event)
         await asyncio.sleep(0.05)
         side.engine.cancel(outcome[0])
-        assert (await settled(outcome)).status == Status.CANCELLED
+        assert (await settled(outcome)).status == StatusCode.CANCELLED
         process.send_signal(signal.SIGCONT)
         _, handle = await reach(side, described)
         seen = []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd, sealed
 from tests.native.conformance import KIB, MIB, settled, within
 from tests.native.kvxd import Frame, Type
@@ -54,7 +54,7 @@ async def an_old_record(kind: OpKind = OpKind.PUT) -> None:
                 array[:] = np.frombuffer(os.urandom(length), dtype=np.uint8)
             middle.change = change
             event = await settled(side.engine.submit_one(kind, region.id, handle, 0, 0, length))
-            assert event.status == Status.PEER_LOST, "an old record opened"
+            assert event.status == StatusCode.PEER_LOST, "an old record opened"
         assert await serves(one)
 
 
@@ -83,7 +83,7 @@ async def test_an_answer_in_clear_is_not_taken() -> None:
         _, handle = await reached(side, endpoint)
         region, _ = side.alloc(KIB)
         event = await settled(side.engine.submit_one(OpKind.PUT, region.id, handle, 0, 0, KIB))
-        assert event.status == Status.PEER_LOST, "an answer in clear was taken"
+        assert event.status == StatusCode.PEER_LOST, "an answer in clear was taken"
 
 
 # -- the next key ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.errors import BusyError
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd
 from tests.native.conformance import KIB, LIMIT_S, MIB, Side, settled, within
 from tests.native.kvxd import Frame, Speaker, Type
@@ -131,7 +131,7 @@ async def test_cancelling_while_the_loop_receives() -> None:
             outcome = dialler.submit(OpKind.GET if number % 2 else OpKind.PUT, 0, SMALL)
             assert not isinstance(outcome, Event)
             dialler.side.engine.cancel(outcome[0])
-            assert (await settled(outcome)).status in (0, Status.CANCELLED)
+            assert (await settled(outcome)).status in (0, StatusCode.CANCELLED)
         assert (await dialler.move(OpKind.PUT, 0, SMALL)).status == 0
 
 
@@ -144,7 +144,7 @@ async def test_the_owner_goes_away(idle: bool) -> None:
             outcome = None if idle else dialler.submit(OpKind.PUT, 0, SMALL)
         assert (await side.event(EventKind.PEER_DOWN)).id == dialler.peer
         if outcome is not None:
-            assert (await settled(outcome)).status in (0, Status.PEER_LOST)
+            assert (await settled(outcome)).status in (0, StatusCode.PEER_LOST)
 
 
 async def test_closing_a_peer_with_answers_under_way() -> None:
@@ -152,7 +152,7 @@ async def test_closing_a_peer_with_answers_under_way() -> None:
         for _ in range(20):
             outcome = dialler.submit(OpKind.PUT, 0, SMALL)
             closed = dialler.side.engine.close_peer(dialler.peer)
-            assert (await settled(outcome)).status in (0, Status.PEER_LOST)
+            assert (await settled(outcome)).status in (0, StatusCode.PEER_LOST)
             assert (await within(closed)).status == 0
             dialler.peer, dialler.handle = await wired(dialler.side, one)
 
@@ -169,7 +169,7 @@ async def test_an_answer_to_something_never_asked() -> None:
         assert event.status == 0
         mine, _ = side.alloc(SMALL)
         outcome = side.engine.submit_one(OpKind.PUT, mine.id, handle, 0, 0, SMALL)
-        assert (await settled(outcome)).status == Status.PEER_LOST
+        assert (await settled(outcome)).status == StatusCode.PEER_LOST
         assert (await side.event(EventKind.PEER_DOWN)).id == peer
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.native.engine import EventKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.ascend_sim.simulation import Simulation
 from tests.native.conformance import KIB, MIB, Outcome, Pair, Reach, settled, short_directory, within
 from tests.native.simulated import ROOT, environment, faults, simulated
@@ -93,7 +93,7 @@ async def a_transfer_is_cancelled_while_our_driver_stands_still() -> None:
         put, get = reach.put(0, 0, MIB), reach.get(0, 0, MIB)
         for outcome in (put, get):
             reach.engine.cancel(token_of(outcome))
-            assert (await settled(outcome)).status == Status.CANCELLED
+            assert (await settled(outcome)).status == StatusCode.CANCELLED
         simulator().control()
         assert (await settled(reach.notify(1))).status == 0  # the connection lives, and what was on it is over
         assert (reach.remote_bytes == before).all()
@@ -109,7 +109,7 @@ async def a_grant_is_taken_back_while_its_driver_stands_still() -> None:
         put = reach.put(0, 0, MIB)
         await arrived(reach)
         await within(reach.pair.owner.engine.revoke(reach.grant.id))  # quiet: nothing moves any more
-        assert (await settled(put)).status == Status.REVOKED
+        assert (await settled(put)).status == StatusCode.REVOKED
         simulator().control()
         assert (reach.remote_bytes == before).all()
 
@@ -119,7 +119,7 @@ async def a_read_ends_when_its_grant_is_taken_back_under_it() -> None:
         simulator().control(STALL=1)
         get = reach.get(0, 0, MIB)
         await within(reach.pair.owner.engine.revoke(reach.grant.id))
-        assert (await settled(get)).status in (Status.REVOKED, Status.UNKNOWN)
+        assert (await settled(get)).status in (StatusCode.REVOKED, StatusCode.UNKNOWN)
         assert not (reach.mine_bytes == reach.remote_bytes).all()
 
 
@@ -155,7 +155,7 @@ async def test_without_pinned_memory_the_block_is_plain() -> None:
 @simulated(HBM="64M", FAIL="memcpyasync:1+:107000,memcpybatch:1+:107000")
 async def test_a_driver_that_finds_us_wrong_is_no_fault_of_the_peers() -> None:
     async with reaching("tcp:hbm-dram") as reach:
-        assert (await settled(reach.put(0, 0, MIB))).status == Status.DEVICE
+        assert (await settled(reach.put(0, 0, MIB))).status == StatusCode.DEVICE
         assert (await settled(reach.notify(1))).status == 0  # it is an answer like others: the connection stays
 
 
@@ -164,7 +164,7 @@ async def test_a_driver_that_fails_says_so_on_either_side() -> None:
     for way in ("tcp:hbm-dram", "tcp:dram-hbm"):
         async with reaching(way) as reach:
             for outcome in (reach.put(0, 0, MIB), reach.get(0, 0, MIB)):
-                assert (await settled(outcome)).status == Status.DEVICE
+                assert (await settled(outcome)).status == StatusCode.DEVICE
             assert (await settled(reach.notify(1))).status == 0
 
 

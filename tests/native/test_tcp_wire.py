@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import EventKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native import kvxd
 from tests.native.conformance import MIB, READ, WRITE, within
 from tests.native.kvxd import Frame, Refused, Type
@@ -69,7 +69,7 @@ async def test_checksums(right: bool) -> None:
         crc = crc32c(data) ^ (0 if right else 1)
         frame = one.frame(Type.PUT, (0, 400), payload=data, flags=kvxd.F_CHECK | kvxd.F_NOTIFY, tag=1)
         speaker.send(frame, one.key, crc=crc)
-        assert (await speaker.frame(one.key)).status == (0 if right else Status.INTEGRITY)
+        assert (await speaker.frame(one.key)).status == (0 if right else StatusCode.INTEGRITY)
         speaker.send(one.frame(Type.NOTIFY, tag=2), one.key)
         await speaker.frame(one.key)
         assert (await one.event(EventKind.NOTIFY)).tag == (1 if right else 2), "never told of bytes that are wrong"
@@ -94,7 +94,7 @@ async def test_nothing_outside_the_grant(kind: Type, rows: tuple[tuple[int, int]
         payload = bytes(sum(length for _, length in rows)) if kind == Type.PUT else b""
         speaker.send(one.frame(kind, *rows, payload=payload), one.key)
         answer = await speaker.frame(one.key)
-        assert (answer.type, answer.status, answer.segment) == (Type.ACK, Status.RANGE, bad)
+        assert (answer.type, answer.status, answer.segment) == (Type.ACK, StatusCode.RANGE, bad)
         assert answer.proved
         assert np.array_equal(one.bytes, before)
         assert one.count("refused") == 1
@@ -108,7 +108,7 @@ async def test_rights(access: int, kind: Type) -> None:
         before = one.bytes.copy()
         speaker.send(one.frame(kind, (0, 8), payload=b"x" * 8 if kind == Type.PUT else b""), one.key)
         answer = await speaker.frame(one.key)
-        assert (answer.type, answer.status) == (Type.ACK, Status.ACCESS)
+        assert (answer.type, answer.status) == (Type.ACK, StatusCode.ACCESS)
         assert np.array_equal(one.bytes, before)
 
 
@@ -116,7 +116,7 @@ async def test_rights(access: int, kind: Type) -> None:
 async def test_an_import_may_not_claim_too_much(changes: dict[str, Any]) -> None:
     async with owner(access=READ) as one, await greeted(one) as speaker:
         speaker.send(one.frame(Type.ATTACH, **changes), one.key)
-        assert (await speaker.frame(one.key)).status in (Status.RANGE, Status.ACCESS)
+        assert (await speaker.frame(one.key)).status in (StatusCode.RANGE, StatusCode.ACCESS)
         assert one.engine.attached(one.grant.id) == 0
 
 
@@ -127,7 +127,7 @@ async def test_wrong_key(kind: Type) -> None:
         rows = () if kind == Type.NOTIFY else ((0, 100),)
         speaker.send(one.frame(kind, *rows, payload=b"x" * 100 if kind == Type.PUT else b""), bytes(16))
         answer = await speaker.frame(one.key)
-        assert (answer.type, answer.status, answer.flags) == (Type.ACK, Status.KEY, kvxd.F_BARE)
+        assert (answer.type, answer.status, answer.flags) == (Type.ACK, StatusCode.KEY, kvxd.F_BARE)
         assert await speaker.closed() == b""
         assert np.array_equal(one.bytes, before)
         assert one.count("refused") == 1
@@ -140,7 +140,7 @@ async def test_guessing_keys_ends() -> None:
         with pytest.raises(Refused):
             for guess in range(1000):
                 speaker.send(one.frame(Type.ATTACH), guess.to_bytes(16, "big"))
-                assert (await speaker.frame(one.key)).status == Status.KEY
+                assert (await speaker.frame(one.key)).status == StatusCode.KEY
         assert one.count("refused") < 20
 
 
@@ -150,11 +150,11 @@ async def test_a_replay_is_refused() -> None:
         assert (await speaker.frame(one.key)).status == 0
         one.inside[:100] = 0
         speaker.writer.write(recorded)
-        assert (await speaker.frame(one.key)).status == Status.KEY
+        assert (await speaker.frame(one.key)).status == StatusCode.KEY
         await speaker.closed()
         async with await greeted(one) as again:
             again.writer.write(recorded)
-            assert (await again.frame(one.key)).status == Status.KEY
+            assert (await again.frame(one.key)).status == StatusCode.KEY
         assert not one.inside[:100].any()
 
 
@@ -163,13 +163,13 @@ async def test_an_answer_of_ours_is_no_request() -> None:
     async with owner() as one, await greeted(one) as speaker:
         speaker.role = kvxd.ACCEPTOR
         speaker.send(one.frame(Type.ATTACH), one.key)
-        assert (await speaker.frame(one.key)).status == Status.KEY
+        assert (await speaker.frame(one.key)).status == StatusCode.KEY
 
 
 @pytest.mark.parametrize(
-    ("changes", "status"), [({"grant": 999999}, Status.UNKNOWN), ({"generation": 1}, Status.STALE)]
+    ("changes", "status"), [({"grant": 999999}, StatusCode.UNKNOWN), ({"generation": 1}, StatusCode.STALE)]
 )
-async def test_unknown_and_stale(changes: dict[str, Any], status: Status) -> None:
+async def test_unknown_and_stale(changes: dict[str, Any], status: StatusCode) -> None:
     async with owner() as one, await greeted(one) as speaker:
         before = one.bytes.copy()
         speaker.send(one.frame(Type.PUT, (0, 100), payload=b"x" * 100, **changes), one.key)
@@ -189,7 +189,7 @@ async def test_revoke_while_the_sender_stalls() -> None:
         one.inside[:] = 0
         speaker.writer.write(data[half:])
         answer = await speaker.frame(one.key)
-        assert (answer.status, answer.proved) == (Status.REVOKED, True)
+        assert (answer.status, answer.proved) == (StatusCode.REVOKED, True)
         assert not one.inside.any()
 
 
@@ -209,7 +209,7 @@ async def test_revoke_while_the_reader_stalls() -> None:
             assert answer.proved or answer.flags == kvxd.F_BARE, "asked before the revoke, or after it"
             seen.append(answer.status or answer.trailer_status)
             assert b"\xee" * 64 not in answer.payload
-        assert set(seen) <= {0, Status.REVOKED, Status.UNKNOWN}
+        assert set(seen) <= {0, StatusCode.REVOKED, StatusCode.UNKNOWN}
         assert seen[-1] != 0
         assert not any(seen[: seen.count(0)]), "whole frames first, then none"
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from kvxfer.errors import RegionBusy
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status
+from kvxfer.native.status import StatusCode
 from tests.native.conformance import KIB, Outcome, Side, short_directory, within
 
 CHUNK = 4 * KIB
@@ -94,7 +94,7 @@ async def test_a_cancel_stops_between_chunks(stepped: Stepped) -> None:
     assert not outcome[1].done()
     assert stepped.engine.step(0, 5) == 1
     event = await within(outcome[1])
-    assert (event.status, event.bytes) == (Status.CANCELLED, 2 * CHUNK)
+    assert (event.status, event.bytes) == (StatusCode.CANCELLED, 2 * CHUNK)
     assert stepped.arrived() == 2 * CHUNK
 
 
@@ -106,7 +106,7 @@ async def test_a_revoke_is_quiet_at_once_between_chunks(stepped: Stepped) -> Non
     assert revoked.done(), "no chunk is being copied, so nothing moves any more"
     assert stepped.engine.step(0, 5) == 1
     event = await within(done)
-    assert (event.status, event.bytes, event.segment) == (Status.REVOKED, CHUNK, 0)
+    assert (event.status, event.bytes, event.segment) == (StatusCode.REVOKED, CHUNK, 0)
     assert stepped.arrived() == CHUNK
 
 
@@ -127,8 +127,8 @@ async def test_closing_a_peer_overtakes_its_operations(stepped: Stepped) -> None
     assert not running.done()
     assert stepped.engine.step(0, 100) == 1
     assert (await within(closed)).status == 0
-    assert (running.result().status, running.result().bytes) == (Status.PEER_LOST, CHUNK)
-    assert (waiting.result().status, waiting.result().bytes) == (Status.PEER_LOST, 0)
+    assert (running.result().status, running.result().bytes) == (StatusCode.PEER_LOST, CHUNK)
+    assert (waiting.result().status, waiting.result().bytes) == (StatusCode.PEER_LOST, 0)
     assert stepped.engine.attached(stepped.grant.id) == 0
 
 
@@ -148,13 +148,13 @@ async def test_closing_the_engine_ends_what_was_never_stepped(stepped: Stepped) 
     done = stepped.put(2 * CHUNK)
     stepped.engine.step(0, 1)
     stepped.engine.close()
-    assert (done.result().status, done.result().bytes) == (Status.CLOSED, CHUNK)
+    assert (done.result().status, done.result().bytes) == (StatusCode.CLOSED, CHUNK)
 
 
 async def test_another_endpoint_is_unreachable(stepped: Stepped) -> None:
     _, connecting = stepped.engine.connect(0, "ab" * 16)
     stepped.engine.step(0, 1)
-    assert (await within(connecting)).status == Status.UNREACHABLE
+    assert (await within(connecting)).status == StatusCode.UNREACHABLE
     assert stepped.engine.step(0, 5) == 1, "the failed peer is closed by the engine itself"
     assert stepped.engine.counters().peers == 1
 

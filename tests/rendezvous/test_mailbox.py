@@ -9,11 +9,11 @@ import pytest
 from kvxfer.config import CHANNEL_CHARS_MAX, Config
 from kvxfer.errors import BusyError, TooLarge, TooManyPending, UsageError
 from kvxfer.rendezvous.actions import Deliver
-from kvxfer.rendezvous.mailbox import MESSAGE_OVERHEAD_BYTES, Mailboxes
+from kvxfer.rendezvous.mailbox import MESSAGE_OVERHEAD_BYTES, MailboxStore
 
 
-def make(**changes: Any) -> Mailboxes:
-    return Mailboxes(Config(**changes))
+def make(**changes: Any) -> MailboxStore:
+    return MailboxStore(Config(**changes))
 
 
 def texts(deliveries: list[Deliver]) -> list[bytes]:

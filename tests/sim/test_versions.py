@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.errors import VersionMismatch
 from kvxfer.rendezvous.postings import Party
-from kvxfer.rendezvous.routes import Routes
+from kvxfer.rendezvous.routes import RemoteClaims
 from kvxfer.tasks import Deadline
 from kvxfer.wire.session import VERSIONS
 from tests.support.sim.grants import UNKNOWN_S
@@ -116,10 +116,10 @@ def claims_of(world: World, routes: dict[Any, Any], settling: set[Any]) -> Any:
         server = SimpleNamespace(incarnation=name, forwarder=forwarder, **parts)
         return SimpleNamespace(ready=True, server=server, process=SimpleNamespace(name=name, speech=PRESENT))
 
-    known = Routes()
+    known = RemoteClaims()
     for route in routes:
         known.add(Party("w", "worker"), "n", route)
-    owner = daemon("near", registry=SimpleNamespace(_book=book, _routes=Routes()))
+    owner = daemon("near", registry=SimpleNamespace(_book=book, _routes=RemoteClaims()))
     claimant = daemon("far", registry=SimpleNamespace(_book=SimpleNamespace(_postings={}), _routes=known))
     world.daemons = {"near": owner, "far": claimant}
     return owner

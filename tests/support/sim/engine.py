@@ -13,7 +13,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.native.engine import Event, EventKind, OpKind
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from kvxfer.native.types import EngineConfig
 from tests.support.sim.data import FLOW, MAPPED, DataLink, Grant, Op, Rows, SimImport
 from tests.support.sim.owner import Owner
@@ -42,17 +42,17 @@ class SimEngine(Owner):
             return
         self._closing = True
         for op in tuple(self.ops.values()):
-            self._complete(op, Status.CLOSED)
+            self._complete(op, StatusCode.CLOSED)
         for link in (*self.links.values(), *self.accepted):
             self._end_link(link)
             self._link_down(link, tell=False)
         for grant in self.grants.values():
             if grant.token:
-                self._push(EventKind.REVOKE, grant.token, grant.info.id, Status.CLOSED)
+                self._push(EventKind.REVOKE, grant.token, grant.info.id, StatusCode.CLOSED)
                 grant.token = 0
         self._drain_all()
         for token in tuple(self._pending):
-            self._push(EventKind.RELEASE, token, 0, Status.CLOSED)
+            self._push(EventKind.RELEASE, token, 0, StatusCode.CLOSED)
         self._drain_all()
         self._gone()
 
@@ -75,7 +75,7 @@ class SimEngine(Owner):
 
     def connect(self, transport: int, endpoint: str, secret: bytes | None = None) -> tuple[int, asyncio.Future[Event]]:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         peer = next(self._numbers)
         token, future = self._token()
         loop, network = self.world.loop, self.world.network
@@ -93,9 +93,9 @@ class SimEngine(Owner):
                 if owner is not None and owner.process.alive and (not mapped or owner.process.host is host):
                     self._connected(peer, token, owner, mapped)
                 else:
-                    self._push(EventKind.CONNECT, token, peer, Status.UNREACHABLE)
+                    self._push(EventKind.CONNECT, token, peer, StatusCode.UNREACHABLE)
             elif mapped or loop.time() >= give_up_at:
-                self._push(EventKind.CONNECT, token, peer, Status.TIMEOUT)
+                self._push(EventKind.CONNECT, token, peer, StatusCode.TIMEOUT)
             else:
                 loop.call_later(0.05, attempt, context=context)
 
@@ -110,7 +110,7 @@ class SimEngine(Owner):
 
     def close_peer(self, peer: int) -> asyncio.Future[Event]:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         token, future = self._token()
         link = self.links.get(peer)
         if link is None:
@@ -151,7 +151,7 @@ class SimEngine(Owner):
             for found in tuple(link.imports.values()):
                 found.live = False
                 for op in tuple(found.ops.values()):
-                    self._complete(op, Status.CANCELLED if op.cancelled else Status.PEER_LOST)
+                    self._complete(op, StatusCode.CANCELLED if op.cancelled else StatusCode.PEER_LOST)
                 self.imports.pop(found.handle, None)
             if tell:
                 self._push(EventKind.PEER_DOWN, 0, link.number)
@@ -160,10 +160,10 @@ class SimEngine(Owner):
         self, peer: int, *, grant: int, generation: int, length: int, access: int, key: bytes, mapped: bool = False
     ) -> tuple[int, asyncio.Future[Event]]:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         link = self.links.get(peer)
         if link is None:
-            raise error_for(Status.NO_PEER, what="import", grant=grant)
+            raise error_for(StatusCode.NO_PEER, what="import", grant=grant)
         handle = next(self._numbers)
         token, future = self._token()
         owner = link.owner
@@ -188,14 +188,14 @@ class SimEngine(Owner):
     def refuses(self, found: Grant | None, generation: int, length: int, access: int, key: bytes) -> int:
         """Why a peer may not import: a status, 0 when it may."""
         if found is None:
-            return Status.UNKNOWN
+            return StatusCode.UNKNOWN
         if found.info.generation != generation:
-            return Status.STALE
+            return StatusCode.STALE
         if found.info.key != key:
-            return Status.KEY
+            return StatusCode.KEY
         if found.revoked:
-            return Status.REVOKED
-        return 0 if found.info.length == length and found.info.access & access == access else Status.ACCESS
+            return StatusCode.REVOKED
+        return 0 if found.info.length == length and found.info.access & access == access else StatusCode.ACCESS
 
     def _waits(self, link: DataLink, token: int, kind: int, number: int) -> None:
         """A question over a link that ends is answered by its end."""
@@ -206,7 +206,7 @@ class SimEngine(Owner):
             if any(event.token == token for event in self._ring):
                 return
             if link.down:
-                self._push(kind, token, number, Status.PEER_LOST)
+                self._push(kind, token, number, StatusCode.PEER_LOST)
             else:
                 self.world.loop.call_later(0.01, look, context=self.process.context)
 
@@ -214,7 +214,7 @@ class SimEngine(Owner):
 
     def release_import(self, import_: int) -> None:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         found = self.imports.pop(import_, None)
         if found is None:
             return
@@ -241,7 +241,7 @@ class SimEngine(Owner):
             if found.grant is grant:
                 found.live = False
                 for op in tuple(found.ops.values()):
-                    self._complete(op, Status.REVOKED)
+                    self._complete(op, StatusCode.REVOKED)
         link.send(link.owner, link.owner._answered, link, grant)
 
     # -- transfers -----------------------------------------------------------------------------------------------
@@ -277,23 +277,23 @@ class SimEngine(Owner):
         self, kind: int, region: int, import_: int, rows: Rows, notify: tuple[int, int] | None
     ) -> Event | tuple[int, asyncio.Future[Event]]:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         found = self.imports.get(import_)
         if found is None or found.link.down:
-            raise error_for(Status.NO_IMPORT, what="submit", region=region)
+            raise error_for(StatusCode.NO_IMPORT, what="submit", region=region)
         local = self._region(region, "submit") if rows else None
         if len(self.ops) >= self.config.inflight_max or (self.ops and self.world.engine_is_full()):
-            raise error_for(Status.AGAIN, what="submit")
+            raise error_for(StatusCode.AGAIN, what="submit")
         for index, (near, far, length) in enumerate(rows):
             if local is None or near + length > local.info.length:
-                raise error_for(Status.LOCAL_RANGE, what="submit", region=region, segment=index)
+                raise error_for(StatusCode.LOCAL_RANGE, what="submit", region=region, segment=index)
             if far + length > found.grant.info.length:
-                raise error_for(Status.RANGE, what="submit", region=region, segment=index)
+                raise error_for(StatusCode.RANGE, what="submit", region=region, segment=index)
         size = sum(length for _, _, length in rows)
         op = Op(0, kind, local, found, rows, notify, FLOW.get())
         right = 2 if kind == OpKind.PUT else 1
         if rows and not found.grant.info.access & right:
-            return self._event(op, Status.ACCESS)
+            return self._event(op, StatusCode.ACCESS)
         if found.link.mapped and notify is None and size <= self.config.inline_bytes_max and self.world.coin(0.5):
             return self._inline(op, size)
         op.token, future = self._token()
@@ -305,7 +305,7 @@ class SimEngine(Owner):
 
     def _inline(self, op: Op, size: int) -> Event:
         if not op.source.live or (op.source.grant.revoked and not op.source.grant.waits_for):
-            return self._event(op, Status.REVOKED)
+            return self._event(op, StatusCode.REVOKED)
         self._copy(op, op.rows)
         op.done = True
         return self._event(op, 0, size)
@@ -344,7 +344,7 @@ class SimEngine(Owner):
         grant, link = op.source.grant, op.source.link
         if not grant.revoked:
             self._notified(grant, notify)
-        link.send(link.initiator, link.initiator._on_told, op, int(Status.REVOKED if grant.revoked else 0))
+        link.send(link.initiator, link.initiator._on_told, op, int(StatusCode.REVOKED if grant.revoked else 0))
 
     def _on_told(self, op: Op, status: int) -> None:
         self._complete(op, status)
@@ -364,7 +364,7 @@ class SimEngine(Owner):
             if op.told:
                 return
             if op.cancelled or not op.source.live:
-                self._complete(op, Status.CANCELLED if op.cancelled else Status.REVOKED)
+                self._complete(op, StatusCode.CANCELLED if op.cancelled else StatusCode.REVOKED)
             elif pieces:
                 self._copy(op, pieces.pop(0))
                 self.world.loop.call_later(self.world.network.latency(), step, context=self.process.context)
@@ -405,7 +405,7 @@ class SimEngine(Owner):
     def _take_piece(self, op: Op, rows: Rows, contents: list[bytes], last: bool) -> None:
         """At the owner."""
         grant, link = op.source.grant, op.source.link
-        status = Status.REVOKED if grant.revoked or link not in grant.links else 0
+        status = StatusCode.REVOKED if grant.revoked or link not in grant.links else 0
         answers = []
         for (_, far, length), data in zip(rows, () if status else contents, strict=not status):
             there = grant.offset + far
@@ -433,17 +433,17 @@ class SimEngine(Owner):
 
     def _maybe_settled(self, op: Op) -> None:
         if not op.unsent and not op.unanswered:
-            self._complete(op, op.status or (Status.CANCELLED if op.cancelled else 0))
+            self._complete(op, op.status or (StatusCode.CANCELLED if op.cancelled else 0))
 
     def cancel(self, token: int) -> None:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         op = self.ops.get(token)
         if op is None or op.cancelled:
             return
         op.cancelled = True
         if op.kind == OpKind.GET and not op.source.link.mapped:
-            self._complete(op, Status.CANCELLED)
+            self._complete(op, StatusCode.CANCELLED)
             return
 
         def too_long() -> None:
@@ -480,4 +480,4 @@ class SimEngine(Owner):
         """Nobody looks."""
 
     def counters(self) -> Any:
-        raise error_for(Status.UNSUPPORTED, what="counters")
+        raise error_for(StatusCode.UNSUPPORTED, what="counters")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.rendezvous.routes import Routes
+from kvxfer.rendezvous.routes import RemoteClaims
 from kvxfer.wire.codec import Message
 from kvxfer.wire.messages import Confirm
 from tests.support.sim.loop import current
 
 if TYPE_CHECKING:
-    from kvxfer.rendezvous.postings import Claim
+    from kvxfer.rendezvous.postings import ClaimEntry
     from tests.support.sim.world import Daemon, World
 
 UNKNOWN_S = 2.0  # with a connection: the old one is given `dead_s` before anybody denies what may be in it
@@ -34,7 +34,7 @@ class Grants:
 
     def replacements(self) -> tuple[tuple[Any, str, Any], ...]:
         """(owner, name, what stands there) for `World.replaced`."""
-        end, add = Book.never_arrived, Routes.add
+        end, add = Book.never_arrived, RemoteClaims.add
 
         def never_arrived(book: Any, now: float, key: tuple[str, int], session: str) -> Any:
             before = book.claims
@@ -49,7 +49,7 @@ class Grants:
                 self._world.oracle.wrong("revoked_grant", text)
             return add(routes, party, node_id, key, rid)
 
-        return ((Book, "never_arrived", never_arrived), (Routes, "add", added), *self._given_up())
+        return ((Book, "never_arrived", never_arrived), (RemoteClaims, "add", added), *self._given_up())
 
     def _given_up(self) -> tuple[tuple[Any, str, Any], ...]:
         """A request that its asker has given up has no claim, from the moment on when its owner hears of it."""
@@ -114,7 +114,7 @@ class Grants:
                 self._world.oracle.wrong("lost_claim", f"{why}, when all is quiet")
 
     @staticmethod
-    def _claims(owner: Daemon) -> Iterator[Claim]:
+    def _claims(owner: Daemon) -> Iterator[ClaimEntry]:
         book: Any = owner.server.registry._book  # type: ignore[union-attr]
         return (claim for posting in book._postings.values() for claim in posting.claims.values() if claim.node_id)
 
@@ -140,7 +140,7 @@ class Grants:
                     found[*claim.key, claim.party.session] = (UNKNOWN_S, why)
         return found
 
-    def can_say(self, kind: type[Message], owner: Daemon, claim: Claim) -> bool:
+    def can_say(self, kind: type[Message], owner: Daemon, claim: ClaimEntry) -> bool:
         """The daemons of both sides of a claim know this message; one daemon alone has nobody to tell."""
         if not claim.node_id:
             return True

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvxfer.client import Client
-from kvxfer.daemon.landing import LandingPool
+from kvxfer.daemon.landing import StagingPool
 from kvxfer.daemon.pool import Pool
 from kvxfer.daemon.settling import Confirmations, Settlements
 from kvxfer.dataplane import connections as reach_module
-from kvxfer.dataplane.admission import Admission, Line
+from kvxfer.dataplane.admission import Admission, SubmitQueue
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.flows.control import Untold
 from kvxfer.flows.incoming import Incoming
@@ -23,8 +23,8 @@ from kvxfer.flows.offer import Landing
 from kvxfer.rendezvous import book as book_module
 from kvxfer.rendezvous import postings as postings_module
 from kvxfer.rendezvous.book import Book
-from kvxfer.rendezvous.mailbox import Mailboxes
-from kvxfer.rendezvous.postings import Claim, Posting
+from kvxfer.rendezvous.mailbox import MailboxStore
+from kvxfer.rendezvous.postings import ClaimEntry, Posting
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.tasks import Deadline
 from kvxfer.wire.session import HANDSHAKE, Session
@@ -89,7 +89,7 @@ def _running_permit_given_up() -> list[Change]:
         work.permit = None
         return True
 
-    return [(Line, "leave", leave)]
+    return [(SubmitQueue, "leave", leave)]
 
 
 def _visible_early() -> list[Change]:
@@ -184,13 +184,13 @@ def _deadline_ignored() -> list[Change]:
 
 def _mail_dropped() -> list[Change]:
     """A message that nobody listens for is forgotten."""
-    mail = Mailboxes.mail
+    mail = MailboxStore.mail
 
     def drop(boxes: Any, now: float, sender: Any, channel: str, data: bytes, source: str) -> Any:
         box = boxes._channels.get(channel)
         return [] if box is None or box.listener is None else mail(boxes, now, sender, channel, data, source)
 
-    return [(Mailboxes, "mail", drop)]
+    return [(MailboxStore, "mail", drop)]
 
 
 def _stale_incarnation() -> list[Change]:
@@ -314,14 +314,14 @@ def _given_up_grant_kept() -> list[Change]:
     give_up = Book.give_up
 
     def waiting_only(book: Any, now: float, what: Any) -> Any:
-        return [] if isinstance(what, Claim) else give_up(book, now, what)
+        return [] if isinstance(what, ClaimEntry) else give_up(book, now, what)
 
     return [(Book, "give_up", waiting_only)]
 
 
 def _given_up_landing_made() -> list[Change]:
     """Who gives up a landing while its memory is allocated gets it all the same."""
-    return [(LandingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
+    return [(StagingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
 
 
 def _older_not_spared() -> list[Change]:

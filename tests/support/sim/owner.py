@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.block_parts import BlockParts
 from kvxfer.native.engine import DRAIN_MAX, Event, EventKind, GrantInfo, MemoryKind, RegionInfo
-from kvxfer.native.status import Status, error_for
+from kvxfer.native.status import StatusCode, error_for
 from kvxfer.native.types import EngineConfig
 from tests.support.sim.data import FLOW, DataLink, Grant, Op, SimImport, SimRegion, transports
 from tests.support.sim.loop import Process, SimLoop, current
@@ -66,7 +66,7 @@ class Owner:
 
     def drain(self) -> int:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         count = 0
         while self._ring and count < DRAIN_MAX:
             self._hand_out(self._ring.popleft())
@@ -140,9 +140,9 @@ class Owner:
         spill: bool = False,
     ) -> RegionInfo:
         if kind is not MemoryKind.DRAM:
-            raise error_for(Status.NO_DEVICE, what="alloc", length=length)
+            raise error_for(StatusCode.NO_DEVICE, what="alloc", length=length)
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         number = next(self._numbers)
         info = RegionInfo(
             id=number,
@@ -161,13 +161,13 @@ class Owner:
     def buffer(self, region: RegionInfo) -> memoryview:
         found = self.regions.get(region.id)
         if found is None:
-            raise error_for(Status.NO_REGION, what="buffer", region=region.id)
+            raise error_for(StatusCode.NO_REGION, what="buffer", region=region.id)
         return found.memory
 
     def release(self, region: int) -> asyncio.Future[Event]:
         found = self._region(region, "release")
         if found.users:
-            raise error_for(Status.BUSY, what="release", region=region)
+            raise error_for(StatusCode.BUSY, what="release", region=region)
         found.leaving = True
         token, future = self._token()
         mine = [grant for grant in self.grants.values() if grant.region is found]
@@ -186,16 +186,16 @@ class Owner:
 
     def _region(self, region: int, what: str) -> SimRegion:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         found = self.regions.get(region)
         if found is None or found.leaving:
-            raise error_for(Status.NO_REGION, what=what, region=region)
+            raise error_for(StatusCode.NO_REGION, what=what, region=region)
         return found
 
     def grant(self, region: int, offset: int, length: int, access: int, blocks: BlockParts | None = None) -> GrantInfo:
         found = self._region(region, "grant")
         if offset + length > found.info.length or not length:
-            raise error_for(Status.LOCAL_RANGE, what="grant", region=region)
+            raise error_for(StatusCode.LOCAL_RANGE, what="grant", region=region)
         number = next(self._numbers)
         key = self.world.rng.randbytes(16)
         info = GrantInfo(id=number, generation=found.info.generation, length=length, access=access, key=key)
@@ -204,10 +204,10 @@ class Owner:
 
     def revoke(self, grant: int) -> asyncio.Future[Event]:
         if self.closed:
-            raise error_for(Status.CLOSED)
+            raise error_for(StatusCode.CLOSED)
         found = self.grants.get(grant)
         if found is None or found.token:
-            raise error_for(Status.NO_GRANT, what="revoke", grant=grant)
+            raise error_for(StatusCode.NO_GRANT, what="revoke", grant=grant)
         token, future = self._token()
         found.token = token
         self._revoke(found)
@@ -239,7 +239,7 @@ class Owner:
     def mapping(self, import_: int) -> memoryview | None:
         found = self.imports.get(import_)
         if found is None:
-            raise error_for(Status.NO_IMPORT, what="mapping")
+            raise error_for(StatusCode.NO_IMPORT, what="mapping")
         if not found.link.mapped:
             return None
         grant = found.grant
