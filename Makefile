@@ -22,7 +22,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-compare bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -70,10 +70,13 @@ demo-ascend-sim: build ## the same between two simulated Ascend cards (needs g++
 	@KVXFER_CANN_LIBDIR=$$libraries KVXFER_SIM_DIR=$$place $(PY) examples/demo.py --memory hbm --transports hixl $(ARGS)
 	@! grep FAULT $$place/sim.log
 
-bench: build $(VENV)/.dev ## measure (ARGS are passed on)
-	@$(PY) -m benchmarks $(ARGS)
+bench: build ## measure our transports beside plain copies and sockets: `kvxfer bench` (ARGS are passed on)
+	@$(VENV)/bin/kvxfer bench $(ARGS)
 
-bench-peers: $(VENV)/.made ## environments for the rivals of `kvxfer bench --compare` (ARGS="nixl ucx" chooses)
+bench-compare: build ## the same beside other data movers, judged by the goals (ARGS="--compare nixl,ucx --json FILE --html FILE")
+	@$(PY) -m benchmarks.compare $(ARGS)
+
+bench-peers: $(VENV)/.made ## environments for the data movers of `make bench-compare` (ARGS="nixl ucx" chooses)
 	@$(PY) benchmarks/peers/install.py $(ARGS)
 
 # -- check ------------------------------------------------------------------------------------------------------------

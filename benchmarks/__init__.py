@@ -1,1 +1,1 @@
-"""Measurements of kvxfer beside references on the same machine: `python -m benchmarks --help`."""
+"""Other data movers, the project's goals, and what the hixl transport adds to the library beneath it."""

@@ -21,12 +21,13 @@ ENVIRONMENTS = {
     "tcp": "numpy, uvloop",
     "zmq": "numpy, zmq",
     "grpc": "numpy, grpc",
+    "memcached": "numpy, pymemcache",
     "redis": "numpy, redis",
     "nixl": "numpy, nixl_cu12._api",
     "mooncake": "numpy, mooncake.engine",
     "ucx": "numpy, libucx, ucxx",
 }
-PROGRAMS = ("redis-server", "iperf3")
+PROGRAMS = ("redis-server", "memcached", "iperf3")
 HINTS = {"libibverbs.so.1": "apt-get install libibverbs1", "librdmacm.so.1": "apt-get install librdmacm1"}
 
 

@@ -1,1 +1,1 @@
-"""`kvxfer bench`: our transports, physical references and rivals on the same work, receivers verifying every byte."""
+"""`kvxfer bench`: our transports and physical references on the same work, receivers verifying every byte."""

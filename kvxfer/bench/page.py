@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from kvxfer.bench.goals import HEADERS, Verdict, lines
 from kvxfer.bench.ratios import Compared, compared
 from kvxfer.bench.rows import OURS, WORKLOADS, Row
 from kvxfer.bench.run import Result
@@ -59,8 +59,18 @@ def curve(rows: Sequence[Row], workload: str, metric: str, transport: str) -> Po
     )
 
 
-def page(result: Result, verdicts: Sequence[Verdict] = ()) -> str:
-    """The whole document, with the goals when they were judged."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One more table for the page, such as goals beside what was measured; the columns from ``text`` on are numbers."""
+
+    title: str
+    headers: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    text: int
+
+
+def page(result: Result, judged: Judged | None = None) -> str:
+    """The whole document, with another table when the run was judged by somebody."""
     rows = result.rows
     transports = list(dict.fromkeys(row.transport for row in rows if row.peer == OURS))
     charts = [
@@ -91,7 +101,7 @@ def page(result: Result, verdicts: Sequence[Verdict] = ()) -> str:
 <p>Medians of interleaved rounds; every request was verified by its receiver. On a shared machine only ratios within
 this page mean anything.</p>
 <div class="wide"><table>{facts}</table></div>
-{_goals(verdicts)}<h2>Plots</h2><div class="charts">{figures}</div>
+{_judged(judged)}<h2>Plots</h2><div class="charts">{figures}</div>
 <h2>Measurements beside the physical work</h2>{_compared_table(compared(rows))}
 <h2>All rows</h2>{_all_rows(rows)}
 <h2>Workloads</h2><ul>{"".join(f"<li>{name}: {escape(what)}</li>" for name, what in WORKLOADS.items())}</ul>
@@ -189,8 +199,8 @@ def _weights(rows: Sequence[Row], transports: Sequence[str]) -> Chart:
     return title, note, line_chart(title, Axis("peers", log=True, base=2), Axis("KiB"), series)
 
 
-def _goals(verdicts: Sequence[Verdict]) -> str:
-    return f"<h2>Goals</h2>{_table(HEADERS, lines(verdicts), 3)}" if verdicts else ""
+def _judged(one: Judged | None) -> str:
+    return f"<h2>{escape(one.title)}</h2>{_table(one.headers, one.lines, one.text)}" if one is not None else ""
 
 
 def _compared_table(found: Sequence[Compared]) -> str:

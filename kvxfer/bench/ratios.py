@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvxfer.bench.rivals import PLAIN_SOCKETS
 from kvxfer.bench.rows import OURS, Row, better_of
 
 UNIT = "ratio"
@@ -17,6 +16,8 @@ OVER = OURS + " / "
 REFERENCE = "ref "
 YARDSTICKS = ("ref memfd+NT copy", "ref C tcp", "ref process_vm", "ref memfd+memcpy")
 """What is divided by: the first of them that has the same measurement."""
+PLAIN_SOCKETS = frozenset({"py socket", "py socket, reno", "iperf3", "iperf3, reno"})
+"""Peers that show what sockets give without a data mover: yardsticks rather than rivals."""
 
 
 def of_round(rows: Sequence[Row]) -> list[Row]:

@@ -7,19 +7,18 @@ and says how many rounds there were; the numbers stay medians of what was measur
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.bench import extras, machine, ratios, reference, rivals
+from kvxfer.bench import extras, machine, ratios, reference
 from kvxfer.bench.measure import Histograms, measure, mixed, verify
 from kvxfer.bench.pair import Pair, connected
 from kvxfer.bench.progress import Progress
@@ -45,10 +44,22 @@ class BenchPlan:
     rounds: int
     sizes: Sizes
     limit_s: float | None = None
-    compare: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    rival_timeout_s: float = 120.0
     quick: bool = False
+
+
+class Others(Protocol):
+    """Other data movers that take their turn in every round; `benchmarks/rivals.py` has them, the package none."""
+
+    names: tuple[str, ...]
+
+    async def missing(self) -> dict[str, str]:
+        """Those of `names` that cannot run here, with the reason."""
+        ...
+
+    async def measure(self, name: str, workload: str, options: RunOptions) -> list[Row]:
+        """One round of one of them; no rows for a workload that it does not have. Raises `KvxferError`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -66,8 +77,8 @@ class Result:
 class Run:
     """One run; `execute` does it."""
 
-    def __init__(self, plan: BenchPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: BenchPlan, others: Others | None = None) -> None:
+        self._plan, self._others = plan, others
         self._result = Result(machine=machine.describe())
         self._samples: list[Row] = []
         self._pairs: list[Pair] = []
@@ -77,7 +88,9 @@ class Run:
         self._transfers = [name for name in TRANSFERS if name in plan.workloads]
         extra = [name for name in EXTRAS if name in plan.workloads]
         steps = len(plan.transports) * 2 * len(self._transfers) * (plan.rounds + 1)
-        steps += len(self._transfers) * (len(plan.transports) + len(plan.compare)) * plan.rounds
+        steps += (
+            len(self._transfers) * (len(plan.transports) + (0 if others is None else len(others.names))) * plan.rounds
+        )
         self._progress = Progress(steps + len(extra) * len(plan.transports))
 
     async def execute(self) -> Result:
@@ -202,26 +215,25 @@ class Run:
             found += await step()
         return found
 
-    # -- rivals ---------------------------------------------------------------------------------------------------
+    # -- other data movers ----------------------------------------------------------------------------------------
 
     async def _rivals(self) -> Sequence[str]:
-        known = await asyncio.to_thread(rivals.available) if self._plan.compare else {}
-        for name in self._plan.compare:
-            reason = known[name]
-            if reason is not None:
-                self._result.missing[name] = reason
-        return [name for name in self._plan.compare if known[name] is None]
+        if self._others is None:
+            return ()
+        missing = await self._others.missing()
+        self._result.missing.update(missing)
+        return [name for name in self._others.names if name not in missing]
 
     def _rival_steps(self, names: Sequence[str], workload: str) -> list[tuple[str, Step]]:
-        plan = self._plan
-        if workload.removesuffix("u") != workload and workload.removesuffix("u") in self._transfers:
+        others, plan = self._others, self._plan
+        if others is None or (workload.endswith("u") and workload.removesuffix("u") in self._transfers):
             return []  # their memory is always the user's
-        options = RunOptions(quick=plan.quick, timeout_s=plan.rival_timeout_s, transports=plan.transports)
+        options = RunOptions(quick=plan.quick, transports=plan.transports)
 
         def one(name: str) -> Step:
             async def step() -> list[Row]:
                 try:
-                    return await rivals.measure(name, workload, options)
+                    return await others.measure(name, workload, options)
                 except KvxferError as error:
                     self._result.missing[f"{name} in {workload}"] = error.message
                     return []

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("kvxfer.cli.ping", "measure the control and data path to a node, per transport"),
     "doctor": ("kvxfer.cli.doctor", "look at this host: what kvxfer can do here, what it cannot, and what to do"),
     "demo": ("kvxfer.cli.demo", "move a real KV cache between two nodes and compare every token"),
-    "bench": ("kvxfer.cli.bench", "measure the transports on the work of a KV cache, beside plain copies and rivals"),
+    "bench": ("kvxfer.cli.bench", "measure the transports on the work of a KV cache, beside plain copies and sockets"),
     "keys": ("kvxfer.cli.keys", "write each node's own keys, from one root that stays off the nodes"),
     "config": ("kvxfer.cli.config", "print the effective configuration and where each value comes from"),
 }

@@ -1,4 +1,4 @@
-"""`kvxfer bench`: measure this machine's transports on the work of a KV cache, beside plain copies and rivals."""
+"""`kvxfer bench`: measure this machine's transports on the work of a KV cache, beside plain copies and sockets."""
 
 from __future__ import annotations
 
@@ -32,19 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests: means nothing as numbers
     parser.add_argument("--peers", type=int, metavar="N", help="connected peers of the idle measurement")
     parser.add_argument(
-        "--compare", default="", metavar="A,B,...", help="also measure these, if installed: tcp,redis,grpc,nixl,..."
-    )
-    parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a configuration value for both sides, as in the configuration file (may be repeated)",
-    )
-    parser.add_argument(
-        "--goals",
-        action="store_true",
-        help="also judge the run by the project's goals; with --compare, since most of them are about rivals",
     )
     parser.add_argument("--json", metavar="FILE", help="write all rows as JSON")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
@@ -59,39 +51,54 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 1 when a ratio regressed."""
-    from kvxfer.bench import check, goals, page, rows, table
     from kvxfer.bench.run import Run
 
-    plan = plan_of(args)
-    baseline = None if args.check is None else rows.loads(read(args.check), args.check)
-    for name in (args.json, args.html, args.save_baseline):
-        if name is not None:
-            writable(Path(name))
-    result = uvloop.run(Run(plan).execute())  # as the daemon and most engines of this field do
-    print(table.text(result))
-    verdicts = goals.judge(result.rows) if args.goals else []
-    if args.goals:
-        print("\n" + goals.text(verdicts))
-    for name in (args.json, args.save_baseline):
-        if name is not None:
-            write(Path(name), rows.dumps([*result.rows, *goals.as_rows(verdicts)]))
-    if args.html is not None:
-        write(Path(args.html), page.page(result, verdicts))
-    if baseline is None:
-        return 0
-    compared = check.judge(result.rows, baseline, plan.transports, plan.workloads)
-    print("\n" + check.report(compared, args.tolerance))
-    worse = sum(one.is_regression(args.tolerance) for one in compared)
-    print(f"\n{worse} of {len(compared)} ratios got worse by more than {args.tolerance:.0%}")
-    return 1 if worse else 0
+    report = Report(args, plan_of(args))
+    result = uvloop.run(Run(report.plan).execute())  # as the daemon and most engines of this field do
+    return report.made(result)
+
+
+class Report:
+    """What becomes of a run: a table, files, a comparison with a stored run. Files are looked at before the run.
+
+    Raises `UsageError` for a file that cannot be read or written.
+    """
+
+    def __init__(self, args: argparse.Namespace, plan: Any) -> None:
+        from kvxfer.bench import rows
+
+        self._args, self.plan = args, plan
+        self._baseline = None if args.check is None else rows.loads(read(args.check), args.check)
+        for name in (args.json, args.html, args.save_baseline):
+            if name is not None:
+                writable(Path(name))
+
+    def made(self, result: Any, judged: Any = None, judged_rows: Sequence[Any] = ()) -> int:
+        """Print and write; ``judged`` is a table more for the page, ``judged_rows`` are rows more for the JSON. Returns
+        the exit status: 1 when a ratio got worse than the baseline's by more than the tolerance.
+        """
+        from kvxfer.bench import check, page, rows, table
+
+        args = self._args
+        print(table.text(result))
+        for name in (args.json, args.save_baseline):
+            if name is not None:
+                write(Path(name), rows.dumps([*result.rows, *judged_rows]))
+        if args.html is not None:
+            write(Path(args.html), page.page(result, judged))
+        if self._baseline is None:
+            return 0
+        compared = check.judge(result.rows, self._baseline, self.plan.transports, self.plan.workloads)
+        print("\n" + check.report(compared, args.tolerance))
+        worse = sum(one.is_regression(args.tolerance) for one in compared)
+        print(f"\n{worse} of {len(compared)} ratios got worse by more than {args.tolerance:.0%}")
+        return 1 if worse else 0
 
 
 def plan_of(args: argparse.Namespace) -> Any:
     """The plan that the arguments ask for; `UsageError` names what is wrong with them."""
     from dataclasses import replace
 
-    from kvxfer.bench.goals import GOALS_PEERS
-    from kvxfer.bench.rivals import RIVALS
     from kvxfer.bench.rows import WORKLOADS
     from kvxfer.bench.run import BenchPlan
     from kvxfer.bench.work import SIZES
@@ -105,19 +112,16 @@ def plan_of(args: argparse.Namespace) -> Any:
     if not 0 < args.tolerance < 100:
         raise UsageError("--tolerance is out of range", value=args.tolerance)
     sizes = SIZES["tiny" if args.tiny else "quick" if args.quick else "full"]
-    peers = GOALS_PEERS if args.goals and args.peers is None else args.peers
-    if peers is not None:
-        if not 1 <= peers <= PEERS_MAX:
-            raise UsageError("--peers is out of range", value=peers, limit=PEERS_MAX)
-        sizes = replace(sizes, peers=peers)
-    compare = chosen(args.compare, tuple(RIVALS), "--compare") if args.compare else ()
+    if args.peers is not None:
+        if not 1 <= args.peers <= PEERS_MAX:
+            raise UsageError("--peers is out of range", value=args.peers, limit=PEERS_MAX)
+        sizes = replace(sizes, peers=args.peers)
     return BenchPlan(
         workloads=workloads,
         transports=chosen(args.transports, tuple(TRANSPORTS_DEFAULT.split(",")), "--transports"),
         rounds=rounds,
         sizes=sizes,
-        limit_s=LIMIT_S if args.rounds is None and not compare else None,
-        compare=compare,
+        limit_s=LIMIT_S if args.rounds is None else None,
         options=options_of(args.option),
         quick=args.quick or args.tiny,
     )

@@ -24,7 +24,6 @@ def plan(*words: str) -> Any:
         (("--transports", "rdma"), "rdma"),
         (("--rounds", "0"), "--rounds"),
         (("--tolerance", "-1"), "--tolerance"),
-        (("--compare", "carrier-pigeon"), "carrier-pigeon"),
         (("--peers", "100000"), "--peers"),
         (("--option", "nothing=3"), "NAME=VALUE"),
         (("--option", "tcp_streams=many"), "tcp_streams"),
@@ -54,4 +53,3 @@ def test_plans() -> None:
     assert chosen.sizes.peers == 64
     assert chosen.limit_s is not None
     assert plan("--rounds", "7").limit_s is None
-    assert plan("--compare", "nixl, tcp").compare == ("nixl", "tcp")

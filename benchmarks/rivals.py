@@ -82,7 +82,7 @@ class Places:
 
 
 def _root() -> Path:
-    return Path(__file__).resolve().parent.parent.parent
+    return Path(__file__).resolve().parent.parent
 
 
 def _writes(name: str, transport: str, label: str) -> Variant:
@@ -124,6 +124,9 @@ RIVALS: dict[str, Rival] = {
     "redis": Rival(
         environment="redis", variants=(_writes("default", "tcp", "Redis SET+GET"),), programs=("redis-server",)
     ),
+    "memcached": Rival(
+        environment="memcached", variants=(_writes("default", "tcp", "Memcached set+get"),), programs=("memcached",)
+    ),
     "zmq": Rival(environment="zmq", variants=(_writes("default", "tcp", "pyzmq PUSH/PULL"),)),
     "asyncio": Rival(
         environment="tcp",
@@ -147,12 +150,6 @@ RIVALS: dict[str, Rival] = {
         workloads=("W2", "W5", "W6"),
     ),
 }
-PLAIN_SOCKETS = frozenset(
-    label for name in ("tcp", "iperf3") for variant in RIVALS[name].variants for label in variant.labels.values()
-)
-"""What sockets give without a data mover: yardsticks rather than rivals."""
-
-
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 

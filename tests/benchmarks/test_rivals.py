@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench import rivals
-from kvxfer.bench.rivals import RIVALS, Places, available, measure, parse, run
+from benchmarks import rivals
+from benchmarks.rivals import RIVALS, Places, available, measure, parse, run
 from kvxfer.bench.rows import Row, RunOptions
 from kvxfer.bench.work import FULL, Sizes
 from kvxfer.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, UsageError

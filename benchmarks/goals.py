@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvxfer.bench.ratios import OVER, REFERENCE, is_ratio
-from kvxfer.bench.rivals import PLAIN_SOCKETS
+from kvxfer.bench.ratios import OVER, PLAIN_SOCKETS, REFERENCE, is_ratio
 from kvxfer.bench.rows import OURS, Row, better_of
 from kvxfer.bench.table import aligned, number
 

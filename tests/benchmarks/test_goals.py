@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.goals import BEST, CONSTANT, GOALS, GROWTH, HEADERS, Goal, as_rows, judge, lines, text
+from benchmarks.goals import BEST, CONSTANT, GOALS, GROWTH, HEADERS, Goal, as_rows, judge, lines, text
 from kvxfer.bench.ratios import of_round
 from kvxfer.bench.rows import Row, dumps, loads, quantity_of, single
 
