@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 PYTHON_FILE_LINES_MAX = 1000
 PYTHON_FUNCTION_LINES_MAX = 60
-C_FILE_LINES_MAX = 700
+C_FILE_LINES_MAX = 1000
 C_FUNCTION_LINES_MAX = 80
 
 BANNED_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill"}
@@ -279,6 +279,50 @@ def c_sizes(path: str, text: str) -> list[str]:
         if length > C_FUNCTION_LINES_MAX:
             wrong.append(at(path, line, f"{signature} has {length} lines: at most {C_FUNCTION_LINES_MAX}"))
     return wrong
+
+
+def c_definitions(text: str) -> Iterator[tuple[int, str, bool]]:
+    """(line, name, file-local) of each function definition but methods; in C++ all is local that has no C linkage."""
+    text = re.sub(
+        r"/\*.*?\*/|//[^\n]*|^#.*?[^\\]$", lambda found: "\n" * found.group(0).count("\n"), text, flags=re.S | re.M
+    )
+    text = re.sub(r"__attribute__\(\(.*?\)\)(?=\s)", "", text)
+    for found in re.finditer(
+        r'^[ \t]*(\b[A-Za-z_][\w\s*<>:"]*?)\b(\w+)\([^;{}]*\)\s*(?:noexcept\s*)?\{', text, flags=re.M
+    ):
+        head, name = found.groups()
+        local = re.search(r"\bstatic\b", head) is not None
+        if local or text[found.start()] not in " \t":
+            unnamed = '"C"' not in head and "\nnamespace {" in text
+            yield text.count("\n", 0, found.start()) + 1, name, local or unnamed
+
+
+def c_names(path: str, text: str) -> list[str]:
+    """A function that other files see begins with kvx_ (and the name of its transport), a file-local one with its file.
+
+    So a profile, a debugger and a report of a crash name one place. `transport_tcp.c` counts as "tcp".
+    """
+    folder, _, file = path.rpartition("/")
+    stem, _, suffix = file.rpartition(".")
+    layer = folder.rpartition("/")[2]
+    shared = f"kvx_{layer}_" if layer in TRANSPORT_WORDS and "transport_" not in stem else "kvx_"
+    own = shared if suffix == "h" else f"{stem.removeprefix('transport_')}_"
+    return [
+        at(path, line, f"{name} does not begin with {own if local else shared}")
+        for line, name, local in c_definitions(text)
+        if not name.startswith(own if local else shared) and not name.isupper()
+    ]
+
+
+def c_names_twice(texts: Mapping[str, str]) -> list[str]:
+    """Functions of one name in two files."""
+    first: dict[str, str] = {}
+    return [
+        at(path, line, f"{name} is defined in {first[name]} too")
+        for path, text in texts.items()
+        for line, name, _ in c_definitions(text)
+        if first.setdefault(name, path) != path
+    ]
 
 
 def says_what_it_is_for(path: str, text: str) -> list[str]:

@@ -220,6 +220,14 @@ def test_sizes() -> None:
     none_wrong(found)
 
 
+def test_names_of_native_functions() -> None:
+    texts = {path: text_of(path) for path in C_FILES if path.startswith("kvxfer/native/") and path != GENERATOR_INPUT}
+    found = [name for text in texts.values() for _, name, _ in rules.c_definitions(text)]
+    assert len(found) > 800, "the definitions are found"
+    none_wrong([wrong for path, text in texts.items() for wrong in rules.c_names(path, text)])
+    none_wrong(rules.c_names_twice(texts))
+
+
 def test_every_file_says_what_it_is_for() -> None:
     spoken = [path for path in [*PYTHON, *C_FILES] if path != GENERATOR_INPUT]
     none_wrong([wrong for path in spoken for wrong in rules.says_what_it_is_for(path, text_of(path))])
@@ -353,7 +361,13 @@ BAD = [
     (sizes, "x = 1\n" * 1001),
     (on_text(rules.c_sizes, "x.c"), "int f(void) {\n" + "    g();\n" * 79 + "}\n"),
     (on_text(rules.c_sizes, "x.c"), "static void\nf(int a,\n  int b) {\n" + "    g();\n" * 79 + "}\n"),
-    (on_text(rules.c_sizes, "x.c"), "int x;\n" * 701),
+    (on_text(rules.c_sizes, "x.c"), "int x;\n" * 1001),
+    (on_text(rules.c_names, "tcp/tcp_conn.c"), "static void\ncheck(int a) {\n}\n"),
+    (on_text(rules.c_names, "tcp/transport_tcp.c"), "static bool\nconn_open(int a,\n  int b) {\n}\n"),
+    (on_text(rules.c_names, "tcp/tcp_conn.c"), "void kvx_open(void) {\n}\n"),
+    (on_text(rules.c_names, "core/ring.h"), "static inline int ring_size(void) {\n}\n"),
+    (on_text(rules.c_names, "x/load.cc"), "namespace a {\nnamespace {\nvoid take(int a) noexcept {\n}\n}\n}\n"),
+    (lambda text: rules.c_names_twice({"a.c": text, "b.c": text}), "static int a_f(void) {\n}\n"),
     (on_text(rules.says_what_it_is_for), "import os\n"),
     (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
     (on_text(rules.unfinished_work), "# TO" + "DO later"),
@@ -378,6 +392,12 @@ GOOD = [
     (sizes, "def f():\n" + "    x = 1\n" * 59),
     (on_text(rules.c_sizes, "x.c"), "int f(void) {\n" + "    g();\n" * 78 + "}\n"),
     (on_text(rules.c_sizes, "x.c"), "static const int table[] = {\n" + "    1,\n" * 100 + "};\n"),
+    (
+        on_text(rules.c_names, "tcp/tcp_conn.c"),
+        "static void tcp_conn_f(void) {\n    if (x) {\n    }\n}\nint kvx_tcp_f(int a) {\n}\n",
+    ),
+    (on_text(rules.c_names, "tcp/transport_tcp.c"), "__attribute__((cold)) static bool tcp_open(int a) {\n}\n"),
+    (lambda text: rules.c_names_twice({"a.c": text}), "#if X\nint a_f(void) {\n}\n#else\nint a_f(void) {\n}\n#endif\n"),
     (on_text(rules.machine_paths), "exec /usr/bin/env; frame/work/unit; ~/work"),
     (lambda path: rules.mirrored(path, {"kvxfer/wire/session.py"}, ()), "tests/wire/test_session.py"),
     (lambda path: rules.mirrored(path, set(), ("adversity/",)), "tests/adversity/test_kill.py"),

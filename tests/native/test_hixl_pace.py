@@ -49,8 +49,8 @@ class Budget(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = compiled(tmp_path_factory.mktemp("pace"), "hixl_pace")
-    loaded.hixl_pace_next.restype = ctypes.c_uint64
-    loaded.hixl_budget_pause.restype = ctypes.c_uint64
+    loaded.kvx_hixl_pace_next.restype = ctypes.c_uint64
+    loaded.kvx_hixl_budget_pause.restype = ctypes.c_uint64
     return loaded
 
 
@@ -60,15 +60,15 @@ class Link:
     def __init__(self, library: ctypes.CDLL, cost: int = COST) -> None:
         self.library, self.raw, self.budget, self.cost, self.now = library, Raw(), Budget(), cost, 10 * MS
         self.looks, self.waited = 0, 0
-        library.hixl_budget_cost(ctypes.byref(self.budget), ctypes.c_uint64(cost))
+        library.kvx_hixl_budget_cost(ctypes.byref(self.budget), ctypes.c_uint64(cost))
 
     def looked(self, completed: bool, live: int) -> int:
         """Nanoseconds until the next look."""
         raw, budget = ctypes.byref(self.raw), ctypes.byref(self.budget)
-        self.library.hixl_pace_looked(raw, ctypes.c_uint64(self.now), completed, ctypes.c_uint64(live))
-        self.library.hixl_budget_looked(budget, ctypes.c_uint64(self.now), live != 0)
-        wanted = int(self.library.hixl_pace_next(raw))
-        pause = int(self.library.hixl_budget_pause(budget, ctypes.c_uint64(wanted)))
+        self.library.kvx_hixl_pace_looked(raw, ctypes.c_uint64(self.now), completed, ctypes.c_uint64(live))
+        self.library.kvx_hixl_budget_looked(budget, ctypes.c_uint64(self.now), live != 0)
+        wanted = int(self.library.kvx_hixl_pace_next(raw))
+        pause = int(self.library.kvx_hixl_budget_pause(budget, ctypes.c_uint64(wanted)))
         assert pause >= wanted
         assert pause == wanted or self.budget.credit_ns < self.cost, "it was permitted"
         assert pause <= max(wanted, 2 * self.cost * 1000 // SHARE + 1), "bounded also when nothing is left"
@@ -201,6 +201,6 @@ def test_what_was_broken_off_teaches_nothing(library: ctypes.CDLL) -> None:
         link.transfer(4 * MS)
     link.looked(False, MIB)
     link.now += MS // 10
-    library.hixl_pace_forget(ctypes.byref(link.raw))
+    library.kvx_hixl_pace_forget(ctypes.byref(link.raw))
     link.looked(True, 0)
     assert link.transfer(4 * MS)[1] <= 4

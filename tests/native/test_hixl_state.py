@@ -33,19 +33,19 @@ class Raw(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = compiled(tmp_path_factory.mktemp("state"), "hixl_state")
-    loaded.hixl_machine_due.restype = ctypes.c_uint64
-    loaded.hixl_machine_out.restype = ctypes.c_bool
+    loaded.kvx_hixl_machine_due.restype = ctypes.c_uint64
+    loaded.kvx_hixl_machine_out.restype = ctypes.c_bool
     return loaded
 
 
 class Machine:
     def __init__(self, library: ctypes.CDLL, *, asks_first: bool = True) -> None:
         self.library, self.raw = library, Raw()
-        library.hixl_machine_init(ctypes.byref(self.raw), asks_first, PING_MS, CONNECT_MS, DISCONNECT_MS)
+        library.kvx_hixl_machine_init(ctypes.byref(self.raw), asks_first, PING_MS, CONNECT_MS, DISCONNECT_MS)
 
     def call(self, name: str, *arguments: object) -> int:
         plain = [ctypes.c_uint64(one) if type(one) is int and one >= 0 else one for one in arguments]
-        return int(getattr(self.library, f"hixl_machine_{name}")(ctypes.byref(self.raw), *plain))
+        return int(getattr(self.library, f"kvx_hixl_machine_{name}")(ctypes.byref(self.raw), *plain))
 
     def want(self, now: int, refused: bool = False) -> int:
         return self.call("want", now, refused)

@@ -43,7 +43,7 @@ int kvx_ascend_acl_status(int raw, uint32_t *raw_p) {
     return status == KVX_E_LINK ? KVX_E_DEVICE : status;
 }
 
-static int refuse(int status, uint32_t *raw_p) {
+static int ascend_acl_fail(int status, uint32_t *raw_p) {
     if (raw_p)
         *raw_p = 0;
     return status;
@@ -52,16 +52,16 @@ static int refuse(int status, uint32_t *raw_p) {
 int kvx_ascend_enter(int32_t device, void **before_p, uint32_t *raw_p) {
     *before_p = NULL;
     if (device < 0 || device >= DEVICES_MAX || (uint32_t)device >= devices)
-        return refuse(KVX_E_NO_DEVICE, raw_p);
+        return ascend_acl_fail(KVX_E_NO_DEVICE, raw_p);
     void *now = NULL;
     if (ACL.aclrtGetCurrentContext(&now) != 0)
         now = NULL;
     void *own = atomic_load(&contexts[device]);
     if (own && now == own)
-        return refuse(KVX_OK, raw_p);
+        return ascend_acl_fail(KVX_OK, raw_p);
     if (own && ACL.aclrtSetCurrentContext(own) == 0) {
         *before_p = now;
-        return refuse(KVX_OK, raw_p);
+        return ascend_acl_fail(KVX_OK, raw_p);
     }
     int raw = ACL.aclrtSetDevice(device); /* counted by the library; never given back, so the context stays */
     if (raw == 0)
@@ -70,7 +70,7 @@ int kvx_ascend_enter(int32_t device, void **before_p, uint32_t *raw_p) {
         return kvx_ascend_acl_status(raw, raw_p);
     atomic_store(&contexts[device], own);
     *before_p = now == own ? NULL : now;
-    return refuse(KVX_OK, raw_p);
+    return ascend_acl_fail(KVX_OK, raw_p);
 }
 
 void kvx_ascend_leave(void *before) {
@@ -80,12 +80,12 @@ void kvx_ascend_leave(void *before) {
 
 /* -- devices ----------------------------------------------------------------------------------------------------- */
 
-static int device_use(int32_t device, uint32_t *raw_p) {
+static int ascend_acl_device_use(int32_t device, uint32_t *raw_p) {
     void *before;
     return kvx_ascend_enter(device, &before, raw_p);
 }
 
-static int device_info(int32_t device, uint64_t *hbm_free_p, uint64_t *hbm_total_p, uint32_t *raw_p) {
+static int ascend_acl_device_info(int32_t device, uint64_t *hbm_free_p, uint64_t *hbm_total_p, uint32_t *raw_p) {
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -109,11 +109,11 @@ static int device_info(int32_t device, uint64_t *hbm_free_p, uint64_t *hbm_total
     return status;
 }
 
-static int device_healthy(int32_t device, uint32_t *raw_p) {
+static int ascend_acl_device_healthy(int32_t device, uint32_t *raw_p) {
     if (device < 0 || (uint32_t)device >= devices)
-        return refuse(KVX_E_NO_DEVICE, raw_p);
+        return ascend_acl_fail(KVX_E_NO_DEVICE, raw_p);
     if (!ACL.aclrtQueryDeviceStatus)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     int32_t state = -1;
     int raw = ACL.aclrtQueryDeviceStatus(device, &state);
     int status = kvx_ascend_acl_status(raw, raw_p);
@@ -124,11 +124,11 @@ static int device_healthy(int32_t device, uint32_t *raw_p) {
     return KVX_E_SYSTEM;
 }
 
-static int device_physical(int32_t device, int32_t *physical_p, uint32_t *raw_p) {
+static int ascend_acl_device_physical(int32_t device, int32_t *physical_p, uint32_t *raw_p) {
     if (device < 0 || (uint32_t)device >= devices)
-        return refuse(KVX_E_NO_DEVICE, raw_p);
+        return ascend_acl_fail(KVX_E_NO_DEVICE, raw_p);
     if (!ACL.aclrtGetPhyDevIdByLogicDevId)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     int32_t physical = -1;
     int status = kvx_ascend_acl_status(ACL.aclrtGetPhyDevIdByLogicDevId(device, &physical), raw_p);
     if (status == KVX_OK)
@@ -136,15 +136,15 @@ static int device_physical(int32_t device, int32_t *physical_p, uint32_t *raw_p)
     return status;
 }
 
-static int device_peer(int32_t device, int32_t other, int32_t *can_p, uint32_t *raw_p) {
+static int ascend_acl_device_peer(int32_t device, int32_t other, int32_t *can_p, uint32_t *raw_p) {
     static _Atomic uint64_t enabled[DEVICES_MAX]; /* bit `other`: once is enough, and twice is an error */
     if (device < 0 || other < 0 || (uint32_t)device >= devices || (uint32_t)other >= devices || other >= DEVICES_MAX)
-        return refuse(KVX_E_NO_DEVICE, raw_p);
+        return ascend_acl_fail(KVX_E_NO_DEVICE, raw_p);
     *can_p = device == other;
     if (device == other)
-        return refuse(KVX_OK, raw_p);
+        return ascend_acl_fail(KVX_OK, raw_p);
     if (!ACL.aclrtDeviceCanAccessPeer || !ACL.aclrtDeviceEnablePeerAccess)
-        return refuse(KVX_OK, raw_p); /* it cannot, as far as this toolkit knows */
+        return ascend_acl_fail(KVX_OK, raw_p); /* it cannot, as far as this toolkit knows */
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -168,11 +168,11 @@ static int device_peer(int32_t device, int32_t other, int32_t *can_p, uint32_t *
     return KVX_OK;
 }
 
-static int process_id(int32_t *pid_p, uint32_t *raw_p) {
+static int ascend_acl_process_id(int32_t *pid_p, uint32_t *raw_p) {
     int32_t pid = (int32_t)getpid();
     if (!ACL.aclrtDeviceGetBareTgid) { /* then the driver knows no other name for it */
         *pid_p = pid;
-        return refuse(KVX_OK, raw_p);
+        return ascend_acl_fail(KVX_OK, raw_p);
     }
     int status = kvx_ascend_acl_status(ACL.aclrtDeviceGetBareTgid(&pid), raw_p);
     if (status == KVX_OK)
@@ -189,7 +189,7 @@ static struct {
     acl_place places[PLACES_MAX];
 } own = {.lock = PTHREAD_RWLOCK_INITIALIZER};
 
-static void remember(const void *memory, size_t length, acl_location location) {
+static void ascend_acl_cache_put(const void *memory, size_t length, acl_location location) {
     uintptr_t begin = (uintptr_t)memory;
     pthread_rwlock_wrlock(&own.lock);
     if (own.count < PLACES_MAX) /* more than that is only slower */
@@ -198,7 +198,7 @@ static void remember(const void *memory, size_t length, acl_location location) {
 }
 
 /* Before the memory is freed: afterwards it may be somebody else's at once. */
-static void forget(const void *memory) {
+static void ascend_acl_cache_remove(const void *memory) {
     pthread_rwlock_wrlock(&own.lock);
     for (uint32_t index = 0; index < own.count; index++)
         if (own.places[index].begin == (uintptr_t)memory) {
@@ -208,7 +208,7 @@ static void forget(const void *memory) {
     pthread_rwlock_unlock(&own.lock);
 }
 
-static bool recall(uintptr_t address, acl_place *place_p) {
+static bool ascend_acl_cache_find(uintptr_t address, acl_place *place_p) {
     bool found = false;
     pthread_rwlock_rdlock(&own.lock);
     for (uint32_t index = 0; index < own.count && !found; index++)
@@ -220,11 +220,12 @@ static bool recall(uintptr_t address, acl_place *place_p) {
     return found;
 }
 
-static int mem_alloc(int32_t device, kvx_ascend_where where, uint64_t length, void **memory_p, uint32_t *raw_p) {
+static int ascend_acl_mem_alloc(int32_t device, kvx_ascend_where where, uint64_t length, void **memory_p,
+                                uint32_t *raw_p) {
     if (where != KVX_ASCEND_DEVICE && where != KVX_ASCEND_HOST)
-        return refuse(KVX_E_INVALID, raw_p);
+        return ascend_acl_fail(KVX_E_INVALID, raw_p);
     if (length == 0 || length > SIZE_MAX - KVX_ASCEND_ALIGNMENT)
-        return refuse(KVX_E_LENGTH, raw_p);
+        return ascend_acl_fail(KVX_E_LENGTH, raw_p);
     void *before, *memory = NULL;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -244,27 +245,27 @@ static int mem_alloc(int32_t device, kvx_ascend_where where, uint64_t length, vo
     if (status == KVX_OK) {
         bool there = where == KVX_ASCEND_DEVICE;
         acl_location location = {there ? (uint32_t)device : 0, there ? AT_DEVICE : AT_HOST};
-        remember(memory, there ? rounded : (size_t)length, location);
+        ascend_acl_cache_put(memory, there ? rounded : (size_t)length, location);
         *memory_p = memory;
     }
     return status == KVX_E_DEVICE_MEMORY && where == KVX_ASCEND_HOST ? KVX_E_NOMEM : status;
 }
 
-static int mem_free(int32_t device, kvx_ascend_where where, void *memory, uint32_t *raw_p) {
+static int ascend_acl_mem_free(int32_t device, kvx_ascend_where where, void *memory, uint32_t *raw_p) {
     if (!memory || (where != KVX_ASCEND_DEVICE && where != KVX_ASCEND_HOST))
-        return refuse(KVX_E_INVALID, raw_p);
+        return ascend_acl_fail(KVX_E_INVALID, raw_p);
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
         return status;
-    forget(memory);
+    ascend_acl_cache_remove(memory);
     int raw = where == KVX_ASCEND_DEVICE ? ACL.aclrtFree(memory) : ACL.aclrtFreeHost(memory);
     kvx_ascend_leave(before);
     return kvx_ascend_acl_status(raw, raw_p);
 }
 
 /* The allocation that `memory` lies in, by the library; false when it cannot tell. */
-static bool find_range(const void *memory, uintptr_t *begin_p, uintptr_t *end_p) {
+static bool ascend_acl_find_range(const void *memory, uintptr_t *begin_p, uintptr_t *end_p) {
     void *base = NULL;
     size_t length = 0;
     if (!ACL.aclrtMemGetAddressRange || ACL.aclrtMemGetAddressRange((void *)(uintptr_t)memory, &base, &length) != 0 ||
@@ -276,10 +277,10 @@ static bool find_range(const void *memory, uintptr_t *begin_p, uintptr_t *end_p)
 }
 
 int kvx_ascend_locate(const void *memory, acl_place *place_p, uint32_t *raw_p) {
-    if (recall((uintptr_t)memory, place_p))
-        return refuse(KVX_OK, raw_p);
+    if (ascend_acl_cache_find((uintptr_t)memory, place_p))
+        return ascend_acl_fail(KVX_OK, raw_p);
     if (!ACL.aclrtPointerGetAttributes)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     acl_attributes attributes;
     memset(&attributes, 0, sizeof attributes);
     attributes.location.type = AT_UNREGISTERED;
@@ -294,12 +295,12 @@ int kvx_ascend_locate(const void *memory, acl_place *place_p, uint32_t *raw_p) {
     uintptr_t page = (uintptr_t)memory & ~(uintptr_t)(PAGE_BYTES - 1); /* the least that has one owner */
     *place_p = (acl_place){page, page + PAGE_BYTES, attributes.location};
     if (attributes.location.type != AT_UNREGISTERED)
-        find_range(memory, &place_p->begin, &place_p->end);
+        ascend_acl_find_range(memory, &place_p->begin, &place_p->end);
     return KVX_OK;
 }
 
-static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *device_p, uint64_t *base_p,
-                     uint64_t *length_p, uint32_t *raw_p) {
+static int ascend_acl_mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *device_p, uint64_t *base_p,
+                                uint64_t *length_p, uint32_t *raw_p) {
     void *now = NULL, *before = NULL;
     if (ACL.aclrtGetCurrentContext(&now) != 0 || !now) { /* the library answers threads with a context only */
         int entered = kvx_ascend_enter(0, &before, raw_p);
@@ -315,7 +316,8 @@ static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *dev
     bool device = location.type == AT_DEVICE || location.type == AT_MANAGED;
     *where_p = device ? KVX_ASCEND_DEVICE : location.type == AT_UNREGISTERED ? KVX_ASCEND_FOREIGN : KVX_ASCEND_HOST;
     *device_p = device ? (int32_t)location.id : -1;
-    if (*where_p != KVX_ASCEND_FOREIGN && !find_range(memory, &begin, &end) && place.end - place.begin != PAGE_BYTES) {
+    if (*where_p != KVX_ASCEND_FOREIGN && !ascend_acl_find_range(memory, &begin, &end) &&
+        place.end - place.begin != PAGE_BYTES) {
         begin = place.begin; /* ours */
         end = place.end;
     }
@@ -326,10 +328,10 @@ static int mem_query(const void *memory, kvx_ascend_where *where_p, int32_t *dev
 
 /* -- memory of other processes ------------------------------------------------------------------------------------- */
 
-static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid, char key[KVX_ASCEND_IPC_KEY_MAX],
-                      uint32_t *raw_p) {
+static int ascend_acl_ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid,
+                                 char key[KVX_ASCEND_IPC_KEY_MAX], uint32_t *raw_p) {
     if (!ACL.aclrtIpcMemGetExportKey || (pid != KVX_ASCEND_IPC_ANYBODY && !ACL.aclrtIpcMemSetImportPid))
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -351,9 +353,9 @@ static int ipc_export(int32_t device, void *memory, uint64_t length, int32_t pid
     return KVX_OK;
 }
 
-static int ipc_allow(int32_t device, const char *key, int32_t pid, uint32_t *raw_p) {
+static int ascend_acl_ipc_allow(int32_t device, const char *key, int32_t pid, uint32_t *raw_p) {
     if (!ACL.aclrtIpcMemSetImportPid)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -363,9 +365,9 @@ static int ipc_allow(int32_t device, const char *key, int32_t pid, uint32_t *raw
     return kvx_ascend_acl_status(raw, raw_p);
 }
 
-static int ipc_import(int32_t device, const char *key, void **memory_p, uint32_t *raw_p) {
+static int ascend_acl_ipc_import(int32_t device, const char *key, void **memory_p, uint32_t *raw_p) {
     if (!ACL.aclrtIpcMemImportByKey)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     void *before, *memory = NULL;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -381,9 +383,9 @@ static int ipc_import(int32_t device, const char *key, void **memory_p, uint32_t
     return status;
 }
 
-static int ipc_close(int32_t device, const char *key, uint32_t *raw_p) {
+static int ascend_acl_ipc_close(int32_t device, const char *key, uint32_t *raw_p) {
     if (!ACL.aclrtIpcMemClose)
-        return refuse(KVX_E_UNSUPPORTED, raw_p);
+        return ascend_acl_fail(KVX_E_UNSUPPORTED, raw_p);
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -395,7 +397,7 @@ static int ipc_close(int32_t device, const char *key, uint32_t *raw_p) {
 
 /* -- start ------------------------------------------------------------------------------------------------------- */
 
-static const char *last_error(void) {
+static const char *ascend_acl_last_error(void) {
     const char *thrown = kvx_ascend_exception_text();
     if (*thrown)
         return thrown;
@@ -403,7 +405,7 @@ static const char *last_error(void) {
     return text ? text : "";
 }
 
-static void ask_versions(kvx_ascend_facts *facts) {
+static void ascend_acl_query_versions(kvx_ascend_facts *facts) {
     if (ACL.aclrtGetVersion &&
         ACL.aclrtGetVersion(&facts->acl_version[0], &facts->acl_version[1], &facts->acl_version[2]) != 0)
         memset(facts->acl_version, 0, sizeof facts->acl_version);
@@ -428,7 +430,7 @@ bool kvx_ascend_acl_start(kvx_ascend_facts *facts, kvx_ascend_text *why) {
     }
     if (raw != 0) {
         kvx_ascend_say(why, "%s of %s answered %d: %.400s. Look at the driver and at /dev/davinci*: `npu-smi info`. ",
-                       call, facts->acl_path, raw, last_error());
+                       call, facts->acl_path, raw, ascend_acl_last_error());
         return false;
     }
     if (count == 0) {
@@ -440,7 +442,7 @@ bool kvx_ascend_acl_start(kvx_ascend_facts *facts, kvx_ascend_text *why) {
     const char *soc = ACL.aclrtGetSocName();
     snprintf(facts->soc, sizeof facts->soc, "%.255s", soc ? soc : "");
     facts->simulated = strncmp(facts->soc, "KVXSim", 6) == 0;
-    ask_versions(facts);
+    ascend_acl_query_versions(facts);
     return true;
 }
 
@@ -459,20 +461,20 @@ bool kvx_ascend_acl_bind(void *library, kvx_ascend_api *api, kvx_ascend_text *mi
         api->facts.optional |= KVX_ASCEND_HAS_ADDRESS_RANGE;
     if (ACL.aclrtMemcpyBatchAsync)
         api->facts.optional |= KVX_ASCEND_HAS_BATCH_COPY;
-    api->device_use = device_use;
-    api->device_info = device_info;
-    api->device_healthy = device_healthy;
-    api->device_physical = device_physical;
-    api->device_peer = device_peer;
-    api->process_id = process_id;
-    api->mem_alloc = mem_alloc;
-    api->mem_free = mem_free;
-    api->mem_query = mem_query;
-    api->ipc_export = ipc_export;
-    api->ipc_allow = ipc_allow;
-    api->ipc_import = ipc_import;
-    api->ipc_close = ipc_close;
-    api->last_error = last_error;
+    api->device_use = ascend_acl_device_use;
+    api->device_info = ascend_acl_device_info;
+    api->device_healthy = ascend_acl_device_healthy;
+    api->device_physical = ascend_acl_device_physical;
+    api->device_peer = ascend_acl_device_peer;
+    api->process_id = ascend_acl_process_id;
+    api->mem_alloc = ascend_acl_mem_alloc;
+    api->mem_free = ascend_acl_mem_free;
+    api->mem_query = ascend_acl_mem_query;
+    api->ipc_export = ascend_acl_ipc_export;
+    api->ipc_allow = ascend_acl_ipc_allow;
+    api->ipc_import = ascend_acl_ipc_import;
+    api->ipc_close = ascend_acl_ipc_close;
+    api->last_error = ascend_acl_last_error;
     kvx_ascend_copy_bind(api);
     return true;
 }

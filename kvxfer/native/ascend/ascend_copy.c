@@ -31,12 +31,12 @@ typedef struct stream {
 
 static _Atomic uint32_t batch_refused; /* bit per direction: this chip's batch call does not take it */
 
-static bool on_device(acl_location location) {
+static bool ascend_copy_on_device(acl_location location) {
     return location.type == AT_DEVICE || location.type == AT_MANAGED;
 }
 
 /* `memo` has the place of this side of the last copy. */
-static int locate(acl_place *memo, const void *memory, uint32_t *raw_p) {
+static int ascend_copy_find_location(acl_place *memo, const void *memory, uint32_t *raw_p) {
     uintptr_t address = (uintptr_t)memory;
     if (address >= memo->begin && address < memo->end)
         return KVX_OK;
@@ -44,33 +44,33 @@ static int locate(acl_place *memo, const void *memory, uint32_t *raw_p) {
     int status = kvx_ascend_locate(memory, &fresh, raw_p);
     if (status != KVX_OK)
         return status;
-    if (!on_device(fresh.location)) /* the kinds of host memory make no difference here */
+    if (!ascend_copy_on_device(fresh.location)) /* the kinds of host memory make no difference here */
         fresh.location = (acl_location){0, AT_HOST};
     *memo = fresh;
     return KVX_OK;
 }
 
-static int direction_of(acl_place *target, acl_place *source, const kvx_ascend_copy *copy, int32_t *direction_p,
-                        uint32_t *raw_p) {
+static int ascend_copy_direction_of(acl_place *target, acl_place *source, const kvx_ascend_copy *copy,
+                                    int32_t *direction_p, uint32_t *raw_p) {
     if (!copy->target || !copy->source)
         return KVX_E_INVALID;
-    int status = locate(target, copy->target, raw_p);
+    int status = ascend_copy_find_location(target, copy->target, raw_p);
     if (status == KVX_OK)
-        status = locate(source, copy->source, raw_p);
+        status = ascend_copy_find_location(source, copy->source, raw_p);
     if (status == KVX_E_UNSUPPORTED) { /* a library that cannot tell us tells itself */
         *direction_p = COPY_DEFAULT;
         return KVX_OK;
     }
     if (status != KVX_OK)
         return status;
-    if (on_device(target->location))
-        *direction_p = on_device(source->location) ? DEVICE_TO_DEVICE : HOST_TO_DEVICE;
+    if (ascend_copy_on_device(target->location))
+        *direction_p = ascend_copy_on_device(source->location) ? DEVICE_TO_DEVICE : HOST_TO_DEVICE;
     else
-        *direction_p = on_device(source->location) ? DEVICE_TO_HOST : HOST_TO_HOST;
+        *direction_p = ascend_copy_on_device(source->location) ? DEVICE_TO_HOST : HOST_TO_HOST;
     return KVX_OK;
 }
 
-static int copy_one(int32_t device, void *target, const void *source, uint64_t length, uint32_t *raw_p) {
+static int ascend_copy_one(int32_t device, void *target, const void *source, uint64_t length, uint32_t *raw_p) {
     if (raw_p)
         *raw_p = 0;
     if (length == 0)
@@ -82,7 +82,7 @@ static int copy_one(int32_t device, void *target, const void *source, uint64_t l
     kvx_ascend_copy copy = {target, source, length};
     acl_place left = {0}, right = {0};
     int32_t direction = COPY_DEFAULT;
-    status = direction_of(&left, &right, &copy, &direction, raw_p);
+    status = ascend_copy_direction_of(&left, &right, &copy, &direction, raw_p);
     if (status == KVX_OK && direction == HOST_TO_HOST)
         memmove(target, source, (size_t)length);
     else if (status == KVX_OK)
@@ -94,7 +94,7 @@ static int copy_one(int32_t device, void *target, const void *source, uint64_t l
 
 /* -- streams ----------------------------------------------------------------------------------------------------- */
 
-static int stream_open(int32_t device, void **stream_p, uint32_t *raw_p) {
+static int ascend_copy_stream_open(int32_t device, void **stream_p, uint32_t *raw_p) {
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
@@ -114,20 +114,20 @@ static int stream_open(int32_t device, void **stream_p, uint32_t *raw_p) {
     return KVX_OK;
 }
 
-static int destroy(void *raw, bool force) {
+static int ascend_copy_stream_destroy(void *raw, bool force) {
     if (force && ACL.aclrtDestroyStreamForce)
         return ACL.aclrtDestroyStreamForce(raw);
     return ACL.aclrtDestroyStream(raw);
 }
 
-static int stream_close(int32_t device, void *handle, bool force, uint32_t *raw_p) {
+static int ascend_copy_stream_close(int32_t device, void *handle, bool force, uint32_t *raw_p) {
     stream *box = handle;
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK)
         return status;
     pthread_mutex_lock(&box->lock);
-    int raw = box->raw ? destroy(box->raw, force) : 0;
+    int raw = box->raw ? ascend_copy_stream_destroy(box->raw, force) : 0;
     pthread_mutex_unlock(&box->lock);
     kvx_ascend_leave(before);
     status = kvx_ascend_acl_status(raw, raw_p);
@@ -139,12 +139,12 @@ static int stream_close(int32_t device, void *handle, bool force, uint32_t *raw_
 }
 
 /* Bounded when the library can bound it. */
-static int synchronize(void *raw) {
+static int ascend_copy_synchronize(void *raw) {
     return ACL.aclrtSynchronizeStreamWithTimeout ? ACL.aclrtSynchronizeStreamWithTimeout(raw, SYNCHRONIZE_MS)
                                                  : ACL.aclrtSynchronizeStream(raw);
 }
 
-static int stream_poll(int32_t device, void *handle, uint32_t *raw_p) {
+static int ascend_copy_stream_poll(int32_t device, void *handle, uint32_t *raw_p) {
     stream *box = handle;
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
@@ -158,7 +158,7 @@ static int stream_poll(int32_t device, void *handle, uint32_t *raw_p) {
     else if (raw == 0 && state == STREAM_NOT_READY)
         status = KVX_PENDING;
     else if (raw == 0) /* done does not mean well done: a failed task is told here, and nothing is waited for */
-        raw = synchronize(box->raw);
+        raw = ascend_copy_synchronize(box->raw);
     pthread_mutex_unlock(&box->lock);
     kvx_ascend_leave(before);
     return raw != 0 ? kvx_ascend_acl_status(raw, raw_p) : status;
@@ -168,10 +168,10 @@ static int stream_poll(int32_t device, void *handle, uint32_t *raw_p) {
  * failed, which is of no interest, or mean that nobody can tell (the card or the context is lost): so only the
  * library's word that the stream is idle counts. It may come with the task's error. KVX_E_TIMEOUT: the device does not
  * say. */
-static int rest(void *raw, uint32_t *raw_p) {
+static int ascend_copy_stream_quiesce(void *raw, uint32_t *raw_p) {
     int status = KVX_E_TIMEOUT;
     for (int round = 0; round < ABORT_ROUNDS && status == KVX_E_TIMEOUT; round++) {
-        status = kvx_ascend_acl_status(synchronize(raw), raw_p);
+        status = kvx_ascend_acl_status(ascend_copy_synchronize(raw), raw_p);
         int32_t state = STREAM_NOT_READY;
         if (status != KVX_OK)
             ACL.aclrtStreamQuery(raw, &state);
@@ -183,7 +183,7 @@ static int rest(void *raw, uint32_t *raw_p) {
 
 /* An aborted or failed stream keeps its failure, so there is a new one afterwards. When the device does not come to
  * rest in SYNCHRONIZE_MS x ABORT_ROUNDS, or cannot be asked, the memory must stay as it is. */
-static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
+static int ascend_copy_stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
     stream *box = handle;
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
@@ -193,9 +193,10 @@ static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
     if (box->raw) {
         if (ACL.aclrtStreamAbort) /* without it the copies run to their end, which is as good */
             ACL.aclrtStreamAbort(box->raw);
-        status = rest(box->raw, raw_p);
+        status = ascend_copy_stream_quiesce(box->raw, raw_p);
         if (status == KVX_OK) {
-            kvx_ascend_acl_status(destroy(box->raw, true), raw_p); /* or it stays: nothing moves on it */
+            kvx_ascend_acl_status(ascend_copy_stream_destroy(box->raw, true),
+                                  raw_p); /* or it stays: nothing moves on it */
             box->raw = NULL;
         }
     }
@@ -212,17 +213,17 @@ static int stream_abort(int32_t device, void *handle, uint32_t *raw_p) {
 
 /* -- batches ----------------------------------------------------------------------------------------------------- */
 
-static int queue_one(stream *box, const kvx_ascend_copy *copy, int32_t direction) {
+static int ascend_copy_queue_one(stream *box, const kvx_ascend_copy *copy, int32_t direction) {
     size_t length = (size_t)copy->length;
     int raw = ACL.aclrtMemcpyAsync(copy->target, length, copy->source, length, direction, box->raw);
-    if (kvx_ascend_status((uint32_t)raw) == KVX_AGAIN && synchronize(box->raw) == 0) /* the queue is full */
+    if (kvx_ascend_status((uint32_t)raw) == KVX_AGAIN && ascend_copy_synchronize(box->raw) == 0) /* the queue is full */
         raw = ACL.aclrtMemcpyAsync(copy->target, length, copy->source, length, direction, box->raw);
     return raw;
 }
 
 /* Queue `count` prepared copies that have `runs` runs of one direction each. A batch call that refuses the kind of copy
  * has taken nothing. */
-static int queue_slice(stream *box, const int32_t *directions, size_t count, size_t runs) {
+static int ascend_copy_queue_slice(stream *box, const int32_t *directions, size_t count, size_t runs) {
     uint32_t kinds = 0;
     for (size_t run = 0; run < runs; run++)
         kinds |= UINT32_C(1) << directions[run];
@@ -241,7 +242,7 @@ static int queue_slice(stream *box, const int32_t *directions, size_t count, siz
         while (run + 1 < runs && box->begins[run + 1] <= index)
             run++;
         kvx_ascend_copy copy = {box->targets[index], box->sources[index], box->lengths[index]};
-        int raw = queue_one(box, &copy, directions[run]);
+        int raw = ascend_copy_queue_one(box, &copy, directions[run]);
         if (raw != 0)
             return raw;
     }
@@ -249,8 +250,9 @@ static int queue_slice(stream *box, const int32_t *directions, size_t count, siz
 }
 
 /* Prepare as many copies as fit one call; returns how many were looked at. */
-static uint32_t fill_slice(stream *box, const kvx_ascend_copy *copies, uint32_t count, int32_t directions[RUNS_MAX],
-                           size_t *filled_p, size_t *runs_p, int *status_p, uint32_t *raw_p) {
+static uint32_t ascend_copy_fill_slice(stream *box, const kvx_ascend_copy *copies, uint32_t count,
+                                       int32_t directions[RUNS_MAX], size_t *filled_p, size_t *runs_p, int *status_p,
+                                       uint32_t *raw_p) {
     acl_place target = {0}, source = {0};
     size_t filled = 0, runs = 0;
     uint32_t index = 0;
@@ -259,7 +261,7 @@ static uint32_t fill_slice(stream *box, const kvx_ascend_copy *copies, uint32_t 
         if (copy->length == 0)
             continue;
         int32_t direction = COPY_DEFAULT;
-        *status_p = direction_of(&target, &source, copy, &direction, raw_p);
+        *status_p = ascend_copy_direction_of(&target, &source, copy, &direction, raw_p);
         if (*status_p != KVX_OK)
             break;
         if (direction == HOST_TO_HOST) { /* the library's queue does not take these everywhere */
@@ -283,7 +285,8 @@ static uint32_t fill_slice(stream *box, const kvx_ascend_copy *copies, uint32_t 
     return index;
 }
 
-static int copy_batch(int32_t device, void *handle, const kvx_ascend_copy *copies, uint32_t count, uint32_t *raw_p) {
+static int ascend_copy_batch(int32_t device, void *handle, const kvx_ascend_copy *copies, uint32_t count,
+                             uint32_t *raw_p) {
     stream *box = handle;
     void *before;
     int status = kvx_ascend_enter(device, &before, raw_p);
@@ -295,9 +298,9 @@ static int copy_batch(int32_t device, void *handle, const kvx_ascend_copy *copie
     while (count && status == KVX_OK) {
         int32_t directions[RUNS_MAX];
         size_t filled = 0, runs = 0;
-        uint32_t seen = fill_slice(box, copies, count, directions, &filled, &runs, &status, raw_p);
+        uint32_t seen = ascend_copy_fill_slice(box, copies, count, directions, &filled, &runs, &status, raw_p);
         if (status == KVX_OK && filled)
-            status = kvx_ascend_acl_status(queue_slice(box, directions, filled, runs), raw_p);
+            status = kvx_ascend_acl_status(ascend_copy_queue_slice(box, directions, filled, runs), raw_p);
         copies += seen;
         count -= seen;
     }
@@ -308,10 +311,10 @@ static int copy_batch(int32_t device, void *handle, const kvx_ascend_copy *copie
 }
 
 void kvx_ascend_copy_bind(kvx_ascend_api *api) {
-    api->copy = copy_one;
-    api->stream_open = stream_open;
-    api->stream_close = stream_close;
-    api->stream_poll = stream_poll;
-    api->stream_abort = stream_abort;
-    api->copy_batch = copy_batch;
+    api->copy = ascend_copy_one;
+    api->stream_open = ascend_copy_stream_open;
+    api->stream_close = ascend_copy_stream_close;
+    api->stream_poll = ascend_copy_stream_poll;
+    api->stream_abort = ascend_copy_stream_abort;
+    api->copy_batch = ascend_copy_batch;
 }

@@ -6,8 +6,8 @@
  * only the library looks into; its constructor and comparison are the library's, its deleter travels inside. So one
  * build of this file serves libraries of either string ABI.
  *
- * An exception must not enter C: each call into the library is made inside guard(), which turns it into a status and
- * keeps its text for last_error. That works because libstdc++ is shared between us and the library. */
+ * An exception must not enter C: each call into the library is made inside ascend_hixl_guard(), which turns it into a
+ * status and keeps its text for last_error. That works because libstdc++ is shared between us and the library. */
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -127,7 +127,7 @@ bool Before::operator()(const Str &left, const Str &right) const {
 }
 
 /* The library's constructor runs on ours: an empty shared_ptr owns nothing, so nothing is lost. */
-Str text(const char *source) {
+Str ascend_hixl_to_str(const char *source) {
     Str made;
     hixl.make_string(&made, source);
     return made;
@@ -137,20 +137,20 @@ Str text(const char *source) {
 
 thread_local char thrown[KVX_ASCEND_TEXT_MAX];
 
-void keep(const char *what) noexcept {
+void ascend_hixl_save_exception(const char *what) noexcept {
     std::snprintf(thrown, sizeof thrown, "an exception came out of the HIXL library: %s", what);
 }
 
 /* Make a call that answers with a vendor status; ours is the answer. */
-template <typename Call> int guard(std::uint32_t *raw_p, Call call) noexcept {
+template <typename Call> int ascend_hixl_guard(std::uint32_t *raw_p, Call call) noexcept {
     std::uint32_t raw = KVX_ASCEND_RAW_EXCEPTION;
     thrown[0] = 0;
     try {
         raw = call();
     } catch (const std::exception &error) {
-        keep(error.what());
+        ascend_hixl_save_exception(error.what());
     } catch (...) {
-        keep("of an unknown type");
+        ascend_hixl_save_exception("of an unknown type");
     }
     if (raw_p)
         *raw_p = raw;
@@ -192,20 +192,20 @@ class Visit {
     Engine *engine_;
 };
 
-int closed(std::uint32_t *raw_p) noexcept {
+int ascend_hixl_on_closed(std::uint32_t *raw_p) noexcept {
     if (raw_p)
         *raw_p = 0;
     return KVX_E_CLOSED;
 }
 
-int invalid(std::uint32_t *raw_p) noexcept {
+int ascend_hixl_on_invalid(std::uint32_t *raw_p) noexcept {
     if (raw_p)
         *raw_p = 0;
     return KVX_E_INVALID;
 }
 
 /* The vendor takes any number for a port, cuts it to 16 bits, and takes 0 for "do not listen". */
-bool local_is_sound(const char *local, char *why, std::size_t why_size) noexcept {
+bool ascend_hixl_local_is_sound(const char *local, char *why, std::size_t why_size) noexcept {
     const char *port = nullptr;
     const char *end = std::strchr(local, ']');
     const char *colon = std::strchr(local, ':');
@@ -236,7 +236,7 @@ bool local_is_sound(const char *local, char *why, std::size_t why_size) noexcept
     return true;
 }
 
-bool option_is_known(const char *key) noexcept {
+bool ascend_hixl_option_is_known(const char *key) noexcept {
     static const char *const always[] = {"EnableUseFabricMem", "RdmaTrafficClass", "RdmaServiceLevel", "BufferPool",
                                          "GlobalResourceConfig"};
     static const char *const since_9_0[] = {"AutoConnect", "LocalCommRes"};
@@ -249,15 +249,15 @@ bool option_is_known(const char *key) noexcept {
     return false;
 }
 
-bool options_are_known(const kvx_ascend_option *options, std::uint32_t count, char *why,
-                       std::size_t why_size) noexcept {
+bool ascend_hixl_options_are_known(const kvx_ascend_option *options, std::uint32_t count, char *why,
+                                   std::size_t why_size) noexcept {
     for (std::uint32_t index = 0; index < count; index++) {
         const char *key = options[index].key;
         if (!key || !options[index].value) {
             std::snprintf(why, why_size, "option %u has no key or no value", index);
             return false;
         }
-        if (!option_is_known(key)) {
+        if (!ascend_hixl_option_is_known(key)) {
             std::snprintf(why, why_size, "the toolkit (%s) has no engine option \"%.64s\" (hixl_options)",
                           facts_toolkit, key);
             return false;
@@ -266,10 +266,10 @@ bool options_are_known(const kvx_ascend_option *options, std::uint32_t count, ch
     return true;
 }
 
-void destroy_object(void *object) noexcept {
+void ascend_hixl_destroy_object(void *object) noexcept {
     char first[sizeof thrown]; /* taking the object apart may throw, too, and says less */
     std::memcpy(first, thrown, sizeof first);
-    guard(nullptr, [object] {
+    ascend_hixl_guard(nullptr, [object] {
         hixl.destroy(object);
         return std::uint32_t{0};
     });
@@ -278,7 +278,7 @@ void destroy_object(void *object) noexcept {
     std::free(object);
 }
 
-Engine *make_engine(std::int32_t device, std::uint32_t *raw_p, int *status_p) noexcept {
+Engine *ascend_hixl_make_engine(std::int32_t device, std::uint32_t *raw_p, int *status_p) noexcept {
     auto *engine = new (std::nothrow) Engine{nullptr, device, {0}, nullptr};
     void *object = engine ? std::calloc(1, OBJECT_BYTES) : nullptr;
     if (!object) {
@@ -286,7 +286,7 @@ Engine *make_engine(std::int32_t device, std::uint32_t *raw_p, int *status_p) no
         *status_p = KVX_E_NOMEM;
         return nullptr;
     }
-    *status_p = guard(raw_p, [object] {
+    *status_p = ascend_hixl_guard(raw_p, [object] {
         hixl.construct(object);
         return std::uint32_t{0};
     });
@@ -299,8 +299,9 @@ Engine *make_engine(std::int32_t device, std::uint32_t *raw_p, int *status_p) no
     return engine;
 }
 
-int engine_open(std::int32_t device, const char *local, const kvx_ascend_option *options, std::uint32_t option_count,
-                void **engine_p, std::uint32_t *raw_p, char *why, std::size_t why_size) noexcept {
+int ascend_hixl_engine_open(std::int32_t device, const char *local, const kvx_ascend_option *options,
+                            std::uint32_t option_count, void **engine_p, std::uint32_t *raw_p, char *why,
+                            std::size_t why_size) noexcept {
     char nowhere[1];
     if (!why || !why_size) {
         why = nowhere;
@@ -308,23 +309,24 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
     }
     *why = 0;
     thrown[0] = 0;
-    if (!local || (option_count && !options) || !local_is_sound(local, why, why_size) ||
-        !options_are_known(options, option_count, why, why_size))
-        return invalid(raw_p);
+    if (!local || (option_count && !options) || !ascend_hixl_local_is_sound(local, why, why_size) ||
+        !ascend_hixl_options_are_known(options, option_count, why, why_size))
+        return ascend_hixl_on_invalid(raw_p);
     void *before = nullptr;
     int status = kvx_ascend_enter(device, &before, raw_p);
     if (status != KVX_OK) {
         std::snprintf(why, why_size, "device %d cannot be used in this process", device);
         return status;
     }
-    Engine *engine = make_engine(device, raw_p, &status);
+    Engine *engine = ascend_hixl_make_engine(device, raw_p, &status);
     if (engine)
-        status = guard(raw_p, [&] {
+        status = ascend_hixl_guard(raw_p, [&] {
             Options map;
-            map.emplace(text("BufferPool"), text("0:0")); /* no staging in the library; all nodes must agree */
+            map.emplace(ascend_hixl_to_str("BufferPool"),
+                        ascend_hixl_to_str("0:0")); /* no staging in the library; all nodes must agree */
             for (std::uint32_t index = 0; index < option_count; index++)
-                map.insert_or_assign(text(options[index].key), text(options[index].value));
-            Str name = text(local);
+                map.insert_or_assign(ascend_hixl_to_str(options[index].key), ascend_hixl_to_str(options[index].value));
+            Str name = ascend_hixl_to_str(local);
             return hixl.initialize(engine->object, &name, &map);
         });
     kvx_ascend_leave(before);
@@ -333,7 +335,7 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
         return KVX_OK;
     }
     if (engine) {
-        destroy_object(engine->object);
+        ascend_hixl_destroy_object(engine->object);
         delete engine; /* nobody else has seen it */
     }
     if (*thrown)
@@ -351,10 +353,10 @@ int engine_open(std::int32_t device, const char *local, const kvx_ascend_option 
 
 /* KVX_E_BUSY: another call is inside, perhaps for ever; nothing was done, and whoever cannot wait leaves the engine as
  * it is and ends the process. */
-int engine_close(void *handle, std::uint32_t *raw_p) noexcept {
+int ascend_hixl_engine_close(void *handle, std::uint32_t *raw_p) noexcept {
     auto *engine = static_cast<Engine *>(handle);
     if (!engine)
-        return invalid(raw_p);
+        return ascend_hixl_on_invalid(raw_p);
     std::int32_t nobody = 0;
     if (raw_p)
         *raw_p = 0;
@@ -362,11 +364,11 @@ int engine_close(void *handle, std::uint32_t *raw_p) noexcept {
         return nobody < 0 ? KVX_E_CLOSED : KVX_E_BUSY;
     void *before = nullptr;
     int entered = kvx_ascend_enter(engine->device, &before, nullptr);
-    int status = guard(raw_p, [engine] {
+    int status = ascend_hixl_guard(raw_p, [engine] {
         hixl.finalize(engine->object);
         return std::uint32_t{0};
     });
-    destroy_object(std::exchange(engine->object, nullptr));
+    ascend_hixl_destroy_object(std::exchange(engine->object, nullptr));
     engine->next = graves.load();
     while (!graves.compare_exchange_weak(engine->next, engine))
         continue;
@@ -375,16 +377,16 @@ int engine_close(void *handle, std::uint32_t *raw_p) noexcept {
     return status;
 }
 
-int mem_register(void *engine, void *memory, std::uint64_t length, kvx_ascend_where where, void **handle_p,
-                 std::uint32_t *raw_p) noexcept {
+int ascend_hixl_mem_register(void *engine, void *memory, std::uint64_t length, kvx_ascend_where where, void **handle_p,
+                             std::uint32_t *raw_p) noexcept {
     if (!memory || !length || (where != KVX_ASCEND_DEVICE && where != KVX_ASCEND_HOST))
-        return invalid(raw_p);
+        return ascend_hixl_on_invalid(raw_p);
     Visit visit(engine);
     if (!visit.allowed)
-        return closed(raw_p);
+        return ascend_hixl_on_closed(raw_p);
     if (where == KVX_ASCEND_DEVICE &&
         (reinterpret_cast<std::uintptr_t>(memory) % KVX_ASCEND_ALIGNMENT || length % KVX_ASCEND_ALIGNMENT)) {
-        invalid(raw_p);
+        ascend_hixl_on_invalid(raw_p);
         return KVX_E_ALIGN; /* the library would say so at its next connect only, and with a failed link */
     }
     Mem what = {};
@@ -392,7 +394,7 @@ int mem_register(void *engine, void *memory, std::uint64_t length, kvx_ascend_wh
     what.length = length;
     what.flags[0] = 1;
     void *made = nullptr;
-    int status = guard(raw_p, [&] {
+    int status = ascend_hixl_guard(raw_p, [&] {
         return hixl.register_mem(visit.object(), &what, where == KVX_ASCEND_DEVICE ? MEMORY_DEVICE : MEMORY_HOST,
                                  &made);
     });
@@ -401,40 +403,40 @@ int mem_register(void *engine, void *memory, std::uint64_t length, kvx_ascend_wh
     return status;
 }
 
-int mem_deregister(void *engine, void *handle, std::uint32_t *raw_p) noexcept {
+int ascend_hixl_mem_deregister(void *engine, void *handle, std::uint32_t *raw_p) noexcept {
     if (!handle)
-        return invalid(raw_p);
+        return ascend_hixl_on_invalid(raw_p);
     Visit visit(engine);
     if (!visit.allowed)
-        return closed(raw_p);
-    return guard(raw_p, [&] { return hixl.deregister_mem(visit.object(), handle); });
+        return ascend_hixl_on_closed(raw_p);
+    return ascend_hixl_guard(raw_p, [&] { return hixl.deregister_mem(visit.object(), handle); });
 }
 
 using Linker = std::uint32_t (*)(void *, const Str *, std::int32_t);
 
-int change_link(Linker change, void *engine, const char *remote, std::int32_t timeout_ms,
-                std::uint32_t *raw_p) noexcept {
+int ascend_hixl_change_link(Linker change, void *engine, const char *remote, std::int32_t timeout_ms,
+                            std::uint32_t *raw_p) noexcept {
     if (!remote || !*remote || timeout_ms <= 0)
-        return invalid(raw_p);
+        return ascend_hixl_on_invalid(raw_p);
     Visit visit(engine);
     if (!visit.allowed)
-        return closed(raw_p);
-    return guard(raw_p, [&] {
-        Str name = text(remote);
+        return ascend_hixl_on_closed(raw_p);
+    return ascend_hixl_guard(raw_p, [&] {
+        Str name = ascend_hixl_to_str(remote);
         return change(visit.object(), &name, timeout_ms);
     });
 }
 
-int connect(void *engine, const char *remote, std::int32_t timeout_ms, std::uint32_t *raw_p) noexcept {
-    return change_link(hixl.connect, engine, remote, timeout_ms, raw_p);
+int ascend_hixl_connect(void *engine, const char *remote, std::int32_t timeout_ms, std::uint32_t *raw_p) noexcept {
+    return ascend_hixl_change_link(hixl.connect, engine, remote, timeout_ms, raw_p);
 }
 
-int disconnect(void *engine, const char *remote, std::int32_t timeout_ms, std::uint32_t *raw_p) noexcept {
-    return change_link(hixl.disconnect, engine, remote, timeout_ms, raw_p);
+int ascend_hixl_disconnect(void *engine, const char *remote, std::int32_t timeout_ms, std::uint32_t *raw_p) noexcept {
+    return ascend_hixl_change_link(hixl.disconnect, engine, remote, timeout_ms, raw_p);
 }
 
 /* Memory for the batch runs out before the library is called: then the link is as it was. */
-bool prepare(std::vector<Op> &batch, const kvx_ascend_op *ops, std::uint32_t count) noexcept {
+bool ascend_hixl_prepare(std::vector<Op> &batch, const kvx_ascend_op *ops, std::uint32_t count) noexcept {
     try {
         batch.resize(count);
     } catch (const std::bad_alloc &) {
@@ -444,21 +446,21 @@ bool prepare(std::vector<Op> &batch, const kvx_ascend_op *ops, std::uint32_t cou
     return true;
 }
 
-int submit(void *engine, const char *remote, bool write, const kvx_ascend_op *ops, std::uint32_t count,
-           void **request_p, std::uint32_t *raw_p) noexcept {
+int ascend_hixl_submit(void *engine, const char *remote, bool write, const kvx_ascend_op *ops, std::uint32_t count,
+                       void **request_p, std::uint32_t *raw_p) noexcept {
     if (!remote || !*remote || !ops || !count)
-        return invalid(raw_p);
+        return ascend_hixl_on_invalid(raw_p);
     Visit visit(engine);
     if (!visit.allowed)
-        return closed(raw_p);
+        return ascend_hixl_on_closed(raw_p);
     std::vector<Op> batch;
-    if (!prepare(batch, ops, count)) {
-        invalid(raw_p);
+    if (!ascend_hixl_prepare(batch, ops, count)) {
+        ascend_hixl_on_invalid(raw_p);
         return KVX_E_NOMEM;
     }
     void *request = nullptr;
-    int status = guard(raw_p, [&] {
-        Str name = text(remote);
+    int status = ascend_hixl_guard(raw_p, [&] {
+        Str name = ascend_hixl_to_str(remote);
         Args args = {};
         return hixl.transfer_async(visit.object(), &name, write ? WRITE : READ, &batch, &args, &request);
     });
@@ -467,12 +469,12 @@ int submit(void *engine, const char *remote, bool write, const kvx_ascend_op *op
     return status;
 }
 
-int poll(void *engine, void *request, std::uint32_t *raw_p) noexcept {
+int ascend_hixl_poll(void *engine, void *request, std::uint32_t *raw_p) noexcept {
     Visit visit(engine);
     if (!visit.allowed)
-        return closed(raw_p);
+        return ascend_hixl_on_closed(raw_p);
     State state = FAILED;
-    int status = guard(raw_p, [&] { return hixl.transfer_status(visit.object(), &request, &state); });
+    int status = ascend_hixl_guard(raw_p, [&] { return hixl.transfer_status(visit.object(), &request, &state); });
     if (status != KVX_OK)
         return status == KVX_AGAIN ? KVX_PENDING : status;
     if (state == WAITING)
@@ -484,13 +486,13 @@ int poll(void *engine, void *request, std::uint32_t *raw_p) noexcept {
     return state == TIMED_OUT ? KVX_E_TIMEOUT : KVX_E_LINK;
 }
 
-int capability(std::int32_t feature, std::int32_t *value_p, std::uint32_t *raw_p) noexcept {
+int ascend_hixl_capability(std::int32_t feature, std::int32_t *value_p, std::uint32_t *raw_p) noexcept {
     if (raw_p)
         *raw_p = 0;
     if (!hixl.get_capability)
         return KVX_E_UNSUPPORTED;
     std::int32_t value = 0;
-    int status = guard(raw_p, [&] { return hixl.get_capability(feature, &value); });
+    int status = ascend_hixl_guard(raw_p, [&] { return hixl.get_capability(feature, &value); });
     if (status == KVX_OK)
         *value_p = value;
     return status;
@@ -528,14 +530,14 @@ extern "C" bool kvx_ascend_hixl_bind(void *library, void *meta, kvx_ascend_api *
         api->facts.optional |= KVX_ASCEND_HAS_BULK_STATUS;
     if (hixl.get_capability)
         api->facts.optional |= KVX_ASCEND_HAS_CAPABILITY;
-    api->engine_open = engine_open;
-    api->engine_close = engine_close;
-    api->mem_register = mem_register;
-    api->mem_deregister = mem_deregister;
-    api->connect = connect;
-    api->disconnect = disconnect;
-    api->submit = submit;
-    api->poll = poll;
-    api->capability = capability;
+    api->engine_open = ascend_hixl_engine_open;
+    api->engine_close = ascend_hixl_engine_close;
+    api->mem_register = ascend_hixl_mem_register;
+    api->mem_deregister = ascend_hixl_mem_deregister;
+    api->connect = ascend_hixl_connect;
+    api->disconnect = ascend_hixl_disconnect;
+    api->submit = ascend_hixl_submit;
+    api->poll = ascend_hixl_poll;
+    api->capability = ascend_hixl_capability;
     return true;
 }

@@ -74,12 +74,12 @@ void *kvx_ascend_symbol(void *library, const char *name, kvx_ascend_text *missin
     return symbol;
 }
 
-static void copy_text(char *target, size_t size, const char *source) {
+static void ascend_load_copy_text(char *target, size_t size, const char *source) {
     if (size)
         snprintf(target, size, "%s", source);
 }
 
-static void add_directory(search *look, const char *base, const char *rest) {
+static void ascend_load_add_directory(search *look, const char *base, const char *rest) {
     if (look->count == DIRECTORIES_MAX)
         return;
     char *entry = look->directories[look->count];
@@ -87,35 +87,35 @@ static void add_directory(search *look, const char *base, const char *rest) {
         look->count++;
 }
 
-static void list_directories(search *look) {
+static void ascend_load_list_directories(search *look) {
     const char *named = secure_getenv("KVXFER_CANN_LIBDIR");
     const char *home = secure_getenv("ASCEND_HOME_PATH");
     if (named && *named) {
         look->only = true;
-        add_directory(look, named, "");
+        ascend_load_add_directory(look, named, "");
         return;
     }
     if (home && *home) {
-        add_directory(look, home, "/lib64");
-        add_directory(look, home, "/" MACHINE "-linux/lib64");
+        ascend_load_add_directory(look, home, "/lib64");
+        ascend_load_add_directory(look, home, "/" MACHINE "-linux/lib64");
     }
-    add_directory(look, "/usr/local/Ascend/cann", "/lib64");
-    add_directory(look, "/usr/local/Ascend/ascend-toolkit/latest", "/lib64");
+    ascend_load_add_directory(look, "/usr/local/Ascend/cann", "/lib64");
+    ascend_load_add_directory(look, "/usr/local/Ascend/ascend-toolkit/latest", "/lib64");
 }
 
-static const char *path_of(void *library) {
+static const char *ascend_load_path_of(void *library) {
     struct link_map *map = NULL;
     return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map && map->l_name ? map->l_name : "";
 }
 
 /* Directory of a loaded library, "" when its path has none. */
-static void directory_of(void *library, char *target) {
-    copy_text(target, PATH_MAX, path_of(library));
+static void ascend_load_directory_of(void *library, char *target) {
+    ascend_load_copy_text(target, PATH_MAX, ascend_load_path_of(library));
     char *slash = strrchr(target, '/');
     *(slash ? slash : target) = 0;
 }
 
-static bool same_directory(const char *one, const char *other) {
+static bool ascend_load_same_directory(const char *one, const char *other) {
     char *left = realpath(one, NULL), *right = realpath(other, NULL);
     bool same = left && right && strcmp(left, right) == 0;
     free(left);
@@ -124,27 +124,27 @@ static bool same_directory(const char *one, const char *other) {
 }
 
 /* In the process already? With KVXFER_CANN_LIBDIR it must be from there: two ACLs in one process break each other. */
-static void *take_loaded(search *look, const char *const *names, bool *refused_p) {
+static void *ascend_load_take_loaded(search *look, const char *const *names, bool *refused_p) {
     for (; *names; names++) {
         void *library = dlopen(*names, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
         if (!library)
             continue;
         char directory[PATH_MAX];
-        directory_of(library, directory);
-        if (!look->only || same_directory(directory, look->directories[0]))
+        ascend_load_directory_of(library, directory);
+        if (!look->only || ascend_load_same_directory(directory, look->directories[0]))
             return library;
         kvx_ascend_say(
             &look->why,
             "This process has loaded %s already, which is not in KVXFER_CANN_LIBDIR (%s): unset the variable, "
             "or start the process without the other user of the libraries. ",
-            path_of(library), look->directories[0]);
+            ascend_load_path_of(library), look->directories[0]);
         *refused_p = true;
         return NULL;
     }
     return NULL;
 }
 
-static void *load_from(search *look, const char *directory, const char *const *names) {
+static void *ascend_load_from(search *look, const char *directory, const char *const *names) {
     for (; *names; names++) {
         char path[PATH_MAX];
         if ((size_t)snprintf(path, sizeof path, "%s/%s", directory, *names) >= sizeof path)
@@ -162,7 +162,7 @@ static void *load_from(search *look, const char *directory, const char *const *n
     return NULL;
 }
 
-static void *load_by_name(search *look, const char *const *names) {
+static void *ascend_load_by_name(search *look, const char *const *names) {
     for (; *names; names++) {
         void *library = dlopen(*names, RTLD_NOW | RTLD_LOCAL);
         if (library)
@@ -173,66 +173,66 @@ static void *load_by_name(search *look, const char *const *names) {
     return NULL;
 }
 
-static bool has_hixl(const char *directory) {
+static bool ascend_load_has_hixl(const char *directory) {
     char path[PATH_MAX];
     return (size_t)snprintf(path, sizeof path, "%s/%s", directory, hixl_names[0]) < sizeof path &&
            access(path, F_OK) == 0;
 }
 
 /* From now on this directory first (`alone`: no other but the loader's own search). */
-static void prefer(search *look, const char *directory, bool alone) {
+static void ascend_load_prefer(search *look, const char *directory, bool alone) {
     if (look->only || !*directory)
         return;
     unsigned kept = alone ? 0 : look->count < DIRECTORIES_MAX ? look->count : DIRECTORIES_MAX - 1;
     for (unsigned index = kept; index > 0; index--)
         memmove(look->directories[index], look->directories[index - 1], PATH_MAX);
-    copy_text(look->directories[0], PATH_MAX, directory);
+    ascend_load_copy_text(look->directories[0], PATH_MAX, directory);
     look->count = kept + 1;
 }
 
 /* ACL decides where everything comes from. */
-static void *load_acl(search *look) {
+static void *ascend_load_acl(search *look) {
     bool refused = false;
     char directory[PATH_MAX];
-    void *library = take_loaded(look, acl_names, &refused);
+    void *library = ascend_load_take_loaded(look, acl_names, &refused);
     if (library) {
-        directory_of(library, directory);
-        prefer(look, directory, false);
+        ascend_load_directory_of(library, directory);
+        ascend_load_prefer(look, directory, false);
         return library;
     }
     for (unsigned index = 0; index < look->count && !refused; index++) {
-        if (!has_hixl(look->directories[index])) { /* its ACL would be of a toolkit without HIXL */
+        if (!ascend_load_has_hixl(look->directories[index])) { /* its ACL would be of a toolkit without HIXL */
             kvx_ascend_say(&look->why, "%s/%s: not there. ", look->directories[index], hixl_names[0]);
             continue;
         }
-        library = load_from(look, look->directories[index], acl_names);
+        library = ascend_load_from(look, look->directories[index], acl_names);
         if (library) {
-            copy_text(directory, sizeof directory, look->directories[index]);
-            prefer(look, directory, true);
+            ascend_load_copy_text(directory, sizeof directory, look->directories[index]);
+            ascend_load_prefer(look, directory, true);
             return library;
         }
     }
-    return look->only || refused ? NULL : load_by_name(look, acl_names);
+    return look->only || refused ? NULL : ascend_load_by_name(look, acl_names);
 }
 
-static void *load_other(search *look, const char *const *names) {
+static void *ascend_load_other(search *look, const char *const *names) {
     bool refused = false;
-    void *library = take_loaded(look, names, &refused);
+    void *library = ascend_load_take_loaded(look, names, &refused);
     for (unsigned index = 0; !library && !refused && index < look->count; index++)
-        library = load_from(look, look->directories[index], names);
-    return library || look->only || refused ? library : load_by_name(look, names);
+        library = ascend_load_from(look, look->directories[index], names);
+    return library || look->only || refused ? library : ascend_load_by_name(look, names);
 }
 
 /* 8.5 has no weak references into libhcomm: it asks for the library when it first needs it. Then it must be found. */
-static bool comes_later(search *look, void *hixl, const char *name) {
+static bool ascend_load_loads_lazily(search *look, void *hixl, const char *name) {
     const char *const names[] = {name, NULL};
-    return strcmp(name, weak_names[0]) == 0 && !dlsym(hixl, SINCE_9_0) && load_other(look, names);
+    return strcmp(name, weak_names[0]) == 0 && !dlsym(hixl, SINCE_9_0) && ascend_load_other(look, names);
 }
 
-static bool weak_ones_are_there(search *look, void *hixl, const char *hixl_path) {
+static bool ascend_load_weak_symbols_resolved(search *look, void *hixl, const char *hixl_path) {
     bool all = true;
     for (const char *const *name = weak_names; *name; name++)
-        if (!dlopen(*name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) && !comes_later(look, hixl, *name)) {
+        if (!dlopen(*name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) && !ascend_load_loads_lazily(look, hixl, *name)) {
             kvx_ascend_say(&look->why,
                            "%s is not loaded, though %s refers to it weakly: its first call would jump to address 0. ",
                            *name, hixl_path);
@@ -241,7 +241,7 @@ static bool weak_ones_are_there(search *look, void *hixl, const char *hixl_path)
     return all;
 }
 
-static bool bind_all(search *look, void *acl, void *meta, void *hixl) {
+static bool ascend_load_bind_all(search *look, void *acl, void *meta, void *hixl) {
     char names[MISSING_BYTES] = "";
     kvx_ascend_text missing = {names, sizeof names, 0};
     bool whole = kvx_ascend_acl_bind(acl, &table, &missing);
@@ -258,59 +258,60 @@ static bool bind_all(search *look, void *acl, void *meta, void *hixl) {
     return whole;
 }
 
-static bool load_all(search *look) {
-    void *acl = load_acl(look), *meta = NULL, *hixl = NULL;
+static bool ascend_load_all(search *look) {
+    void *acl = ascend_load_acl(look), *meta = NULL, *hixl = NULL;
     if (acl)
-        meta = load_other(look, meta_names);
+        meta = ascend_load_other(look, meta_names);
     if (meta)
-        hixl = load_other(look, hixl_names);
+        hixl = ascend_load_other(look, hixl_names);
     if (!hixl) {
         kvx_ascend_say(&look->why, WHAT_TO_DO);
         return false;
     }
     kvx_ascend_facts *facts = &table.facts;
-    copy_text(facts->acl_path, sizeof facts->acl_path, path_of(acl));
-    copy_text(facts->meta_path, sizeof facts->meta_path, path_of(meta));
-    copy_text(facts->hixl_path, sizeof facts->hixl_path, path_of(hixl));
+    ascend_load_copy_text(facts->acl_path, sizeof facts->acl_path, ascend_load_path_of(acl));
+    ascend_load_copy_text(facts->meta_path, sizeof facts->meta_path, ascend_load_path_of(meta));
+    ascend_load_copy_text(facts->hixl_path, sizeof facts->hixl_path, ascend_load_path_of(hixl));
     look->why.used = 0; /* earlier candidates no longer matter */
     look->why.data[0] = 0;
-    if (!weak_ones_are_there(look, hixl, facts->hixl_path)) {
+    if (!ascend_load_weak_symbols_resolved(look, hixl, facts->hixl_path)) {
         kvx_ascend_say(&look->why, WHAT_TO_DO);
         return false;
     }
-    if (!bind_all(look, acl, meta, hixl))
+    if (!ascend_load_bind_all(look, acl, meta, hixl))
         return false;
     const char *toolkit = facts->optional & KVX_ASCEND_HAS_ASYNC_CONNECT ? "9.1+"
                           : dlsym(hixl, SINCE_9_0)                       ? "9.0"
                                                                          : "8.5";
-    copy_text(facts->toolkit, sizeof facts->toolkit, toolkit);
+    ascend_load_copy_text(facts->toolkit, sizeof facts->toolkit, toolkit);
     return kvx_ascend_acl_start(facts, &look->why);
 }
 
-static void load_once(void) {
+static void ascend_load_once(void) {
     owner = getpid();
     search *look = calloc(1, sizeof *look);
     if (!look) {
-        copy_text(reason, sizeof reason, "out of memory");
+        ascend_load_copy_text(reason, sizeof reason, "out of memory");
         return;
     }
     look->why = (kvx_ascend_text){reason, sizeof reason, 0};
     table.abi_version = KVX_ASCEND_ABI_VERSION;
     table.struct_size = sizeof table;
-    list_directories(look);
-    usable = load_all(look);
+    ascend_load_list_directories(look);
+    usable = ascend_load_all(look);
     free(look);
 }
 
 const kvx_ascend_api *kvx_ascend_get(char *why, size_t why_size) {
-    pthread_once(&once, load_once);
+    pthread_once(&once, ascend_load_once);
     bool forked = owner != getpid();
     if (usable && !forked)
         return &table;
     if (why)
-        copy_text(why, why_size,
-                  usable && forked ? "this process was forked from one that had loaded the libraries, which do not "
-                                     "survive that: start it anew (multiprocessing: \"spawn\")"
-                                   : reason);
+        ascend_load_copy_text(why, why_size,
+                              usable && forked
+                                  ? "this process was forked from one that had loaded the libraries, which do not "
+                                    "survive that: start it anew (multiprocessing: \"spawn\")"
+                                  : reason);
     return NULL;
 }

@@ -11,7 +11,7 @@ struct kvx_blocks {
     kvx_part parts[];
 };
 
-static bool ascending(const uint64_t *blocks, uint32_t count) {
+static bool blocks_are_ascending(const uint64_t *blocks, uint32_t count) {
     for (uint32_t i = 1; i < count; i++) {
         if (blocks[i - 1] >= blocks[i]) {
             return false;
@@ -20,7 +20,7 @@ static bool ascending(const uint64_t *blocks, uint32_t count) {
     return true;
 }
 
-static int part_check(const kvx_part *part, uint64_t last, uint64_t length) {
+static int blocks_part_check(const kvx_part *part, uint64_t last, uint64_t length) {
     uint64_t begin, end;
     if (part->length == 0) {
         return KVX_E_INVALID;
@@ -32,11 +32,11 @@ static int part_check(const kvx_part *part, uint64_t last, uint64_t length) {
 
 int kvx_blocks_new(const kvx_part *parts, uint32_t part_count, const uint64_t *blocks, uint32_t block_count,
                    uint64_t length, kvx_blocks **made_p) {
-    if (part_count > KVX_PARTS_MAX || !ascending(blocks, block_count)) {
+    if (part_count > KVX_PARTS_MAX || !blocks_are_ascending(blocks, block_count)) {
         return KVX_E_INVALID;
     }
     for (uint32_t i = 0; i < part_count; i++) {
-        int status = part_check(&parts[i], block_count == 0 ? 0 : blocks[block_count - 1], length);
+        int status = blocks_part_check(&parts[i], block_count == 0 ? 0 : blocks[block_count - 1], length);
         if (status != KVX_OK) {
             return status;
         }
@@ -65,7 +65,7 @@ void kvx_blocks_free(kvx_blocks *blocks) {
 }
 
 /* Is it one of the blocks? Looks where the last one was, then behind it, then everywhere. */
-static bool find_block(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t id) {
+static bool blocks_find(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t id) {
     uint32_t near = cursor->block, low = 0, high = blocks->block_count;
     if (high == 0 || id > blocks->ids[high - 1]) {
         return false;
@@ -90,7 +90,8 @@ static bool find_block(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint
 }
 
 /* How many bytes from `offset` on are of one piece of that part; 0 = it is in none. */
-static uint64_t covered_by(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, const kvx_part *part, uint64_t offset) {
+static uint64_t blocks_covered_by(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, const kvx_part *part,
+                                  uint64_t offset) {
     if (offset < part->base) {
         return 0;
     }
@@ -100,13 +101,13 @@ static uint64_t covered_by(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, 
     }
     uint64_t block = inside / part->stride;
     inside -= block * part->stride;
-    return inside < part->length && find_block(blocks, cursor, block) ? part->length - inside : 0;
+    return inside < part->length && blocks_find(blocks, cursor, block) ? part->length - inside : 0;
 }
 
-static uint64_t covered_at(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t offset) {
+static uint64_t blocks_covered_at(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t offset) {
     uint32_t part = cursor->part;
     for (uint32_t i = 0; i < blocks->part_count; i++) {
-        uint64_t bytes = covered_by(blocks, cursor, &blocks->parts[part], offset);
+        uint64_t bytes = blocks_covered_by(blocks, cursor, &blocks->parts[part], offset);
         if (bytes != 0) {
             cursor->part = part;
             return bytes;
@@ -118,7 +119,7 @@ static uint64_t covered_at(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, 
 
 int kvx_blocks_cover(const kvx_blocks *blocks, kvx_blocks_cursor *cursor, uint64_t offset, uint64_t length) {
     while (length != 0) {
-        uint64_t bytes = covered_at(blocks, cursor, offset);
+        uint64_t bytes = blocks_covered_at(blocks, cursor, offset);
         if (bytes == 0) {
             return 0;
         }

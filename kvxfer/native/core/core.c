@@ -33,7 +33,7 @@ uint64_t kvx_now_ms(void) {
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
-__attribute__((format(printf, 3, 4))) static int fail(char *why, size_t why_size, const char *format, ...) {
+__attribute__((format(printf, 3, 4))) static int core_set_error(char *why, size_t why_size, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     if (why != NULL && why_size != 0) {
@@ -51,7 +51,7 @@ typedef struct thread_start {
     uint32_t thread;
 } thread_start;
 
-static void *progress_main(void *argument) {
+static void *core_progress_main(void *argument) {
     thread_start start = *(thread_start *)argument;
     free(argument);
     kvx_slot *slot = &start.core->slots[start.slot];
@@ -62,7 +62,7 @@ static void *progress_main(void *argument) {
 }
 
 /* Signals belong to the host process's own threads. */
-static int thread_create(pthread_t *id, void *(*run)(void *), void *argument, const char *name) {
+static int core_thread_create(pthread_t *id, void *(*run)(void *), void *argument, const char *name) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -74,7 +74,7 @@ static int thread_create(pthread_t *id, void *(*run)(void *), void *argument, co
     return result;
 }
 
-static int threads_start(kvx_core *core, uint32_t index) {
+static int core_threads_start(kvx_core *core, uint32_t index) {
     kvx_slot *slot = &core->slots[index];
     for (uint32_t i = 0; i < slot->threads && !slot->manual; i++) {
         thread_start *start = malloc(sizeof(*start));
@@ -84,7 +84,7 @@ static int threads_start(kvx_core *core, uint32_t index) {
         *start = (thread_start){.core = core, .slot = index, .thread = i};
         char name[16];
         snprintf(name, sizeof(name), "kvx-%.5s-%u", slot->info.name, i % 1000);
-        int result = thread_create(&slot->ids[i], progress_main, start, name);
+        int result = core_thread_create(&slot->ids[i], core_progress_main, start, name);
         if (result != 0) {
             free(start);
             return result;
@@ -95,7 +95,7 @@ static int threads_start(kvx_core *core, uint32_t index) {
     return 0;
 }
 
-static void threads_join(kvx_core *core) {
+static void core_threads_join(kvx_core *core) {
     atomic_store(&core->stop_threads, true);
     for (uint32_t s = 0; s < core->slot_count; s++) {
         kvx_wake_slot(core, s);
@@ -119,7 +119,7 @@ static void threads_join(kvx_core *core) {
 }
 
 /* With pool_lock held. */
-static kvx_job *pool_take(kvx_core *core) {
+static kvx_job *core_pool_take(kvx_core *core) {
     uint32_t waiting = atomic_load_explicit(&core->pool_waiting, memory_order_relaxed);
     if (waiting == 0) {
         return NULL;
@@ -134,11 +134,11 @@ static kvx_job *pool_take(kvx_core *core) {
     return job;
 }
 
-static void *pool_main(void *argument) {
+static void *core_pool_main(void *argument) {
     kvx_core *core = argument;
     pthread_mutex_lock(&core->pool_lock);
     for (;;) {
-        kvx_job *job = pool_take(core);
+        kvx_job *job = core_pool_take(core);
         if (job != NULL) {
             pthread_mutex_unlock(&core->pool_lock);
             job->run(job);
@@ -176,7 +176,7 @@ bool kvx_core_job_yields(kvx_core *core, uint32_t rank) {
 int kvx_pool_start(kvx_core *core) {
     uint32_t wanted = core->config.copy_threads ? core->config.copy_threads : 1; /* releases need one too */
     for (; core->pool_threads < wanted; core->pool_threads++) {
-        int result = thread_create(&core->pool_ids[core->pool_threads], pool_main, core, "kvx-copy");
+        int result = core_thread_create(&core->pool_ids[core->pool_threads], core_pool_main, core, "kvx-copy");
         if (result != 0) {
             return result;
         }
@@ -250,9 +250,10 @@ kvx_transport_counters *kvx_core_counters(kvx_core *core, uint32_t slot) {
 
 /* -- open ------------------------------------------------------------------------------------------------- */
 
-static int config_check(const kvx_engine_config *c, char *why, size_t why_size) {
+static int core_config_check(const kvx_engine_config *c, char *why, size_t why_size) {
     if (c->abi_version != KVX_ABI_VERSION) {
-        return fail(why, why_size, "abi_version is %u, this engine speaks %u", c->abi_version, KVX_ABI_VERSION);
+        return core_set_error(why, why_size, "abi_version is %u, this engine speaks %u", c->abi_version,
+                              KVX_ABI_VERSION);
     }
     const struct {
         const char *name;
@@ -283,15 +284,15 @@ static int config_check(const kvx_engine_config *c, char *why, size_t why_size) 
     };
     for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
         if (ranges[i].value < ranges[i].low || ranges[i].value > ranges[i].high) {
-            return fail(why, why_size, "%s is %llu, accepted are %llu to %llu", ranges[i].name,
-                        (unsigned long long)ranges[i].value, (unsigned long long)ranges[i].low,
-                        (unsigned long long)ranges[i].high);
+            return core_set_error(why, why_size, "%s is %llu, accepted are %llu to %llu", ranges[i].name,
+                                  (unsigned long long)ranges[i].value, (unsigned long long)ranges[i].low,
+                                  (unsigned long long)ranges[i].high);
         }
     }
     return KVX_OK;
 }
 
-static int config_take(kvx_core *core, const kvx_engine_config *config) {
+static int core_config_take(kvx_core *core, const kvx_engine_config *config) {
     core->config = *config;
     const char **fields[] = {&core->config.transports,     &core->config.socket_dir,  &core->config.tcp_bind,
                              &core->config.tcp_congestion, &core->config.fault_spec,  &core->config.counters_path,
@@ -313,30 +314,30 @@ static int config_take(kvx_core *core, const kvx_engine_config *config) {
     return KVX_OK;
 }
 
-static bool table_is_whole(const kvx_transport_ops *ops) {
+static bool core_ops_are_complete(const kvx_transport_ops *ops) {
     return ops->abi_version == KVX_ABI_VERSION && ops->name && ops->open && ops->close && ops->query &&
            ops->mem_register && ops->mem_release && ops->mem_import && ops->peer_connect && ops->peer_close &&
            ops->submit && ops->progress;
 }
 
 /* `name` is "tcp" or "fault+tcp". */
-static int transport_open(kvx_core *core, const char *name, char *why, size_t why_size) {
+static int core_transport_open(kvx_core *core, const char *name, char *why, size_t why_size) {
     const char *base = strncmp(name, "fault+", 6) == 0 ? name + 6 : name;
     size_t which = 0;
     while (which < KNOWN_COUNT && strcmp(KNOWN[which]->name, base) != 0) {
         which++;
     }
     if (which == KNOWN_COUNT) {
-        fail(why, why_size, "transport '%s' is not part of this build", base);
+        core_set_error(why, why_size, "transport '%s' is not part of this build", base);
         return KVX_E_NO_TRANSPORT;
     }
     for (uint32_t i = 0; i < core->slot_count; i++) {
         if (strcmp(core->slots[i].info.name, base) == 0) {
-            return fail(why, why_size, "transport '%s' is named twice", base);
+            return core_set_error(why, why_size, "transport '%s' is named twice", base);
         }
     }
     if (core->slot_count == KVX_TRANSPORTS_MAX) {
-        return fail(why, why_size, "more than %d transports", KVX_TRANSPORTS_MAX);
+        return core_set_error(why, why_size, "more than %d transports", KVX_TRANSPORTS_MAX);
     }
     uint32_t index = core->slot_count;
     kvx_slot *slot = &core->slots[index];
@@ -344,11 +345,11 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
     if (base != name) {
         int status = kvx_transport_fault_wrap(KNOWN[which], &slot->ops);
         if (status != KVX_OK) {
-            return fail(why, why_size, "cannot decorate transport '%s'", base);
+            return core_set_error(why, why_size, "cannot decorate transport '%s'", base);
         }
     }
-    if (!table_is_whole(&slot->ops)) {
-        fail(why, why_size, "the table of transport '%s' has a hole or another ABI number", base);
+    if (!core_ops_are_complete(&slot->ops)) {
+        core_set_error(why, why_size, "the table of transport '%s' has a hole or another ABI number", base);
         return KVX_E_INTERNAL;
     }
     for (int i = 0; i < KVX_THREADS_MAX; i++) {
@@ -361,7 +362,7 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
     for (uint32_t i = 0; status == KVX_OK && i < slot->threads; i++) {
         if (kvx_core_wake_fd(core, index, i) < 0) {
             slot->ops.close(slot->transport);
-            fail(why, why_size, "no file descriptor for transport '%s'", base);
+            core_set_error(why, why_size, "no file descriptor for transport '%s'", base);
             status = KVX_E_FDS;
         }
     }
@@ -383,9 +384,9 @@ static int transport_open(kvx_core *core, const char *name, char *why, size_t wh
 }
 
 /* One that this machine may not have. What it is configured wrongly for is an error all the same. */
-static int transport_try(kvx_core *core, const char *name, char *why, size_t why_size) {
+static int core_transport_try(kvx_core *core, const char *name, char *why, size_t why_size) {
     kvx_unavailable *missing = &core->unavailable[core->unavailable_count];
-    int status = transport_open(core, name, why, why_size);
+    int status = core_transport_open(core, name, why, why_size);
     if (status < KVX_E_NOMEM || core->unavailable_count == KVX_TRANSPORTS_MAX) {
         return status;
     }
@@ -398,27 +399,27 @@ static int transport_try(kvx_core *core, const char *name, char *why, size_t why
     return KVX_OK;
 }
 
-static int transports_open(kvx_core *core, char *why, size_t why_size) {
+static int core_transports_open(kvx_core *core, char *why, size_t why_size) {
     const char *list = core->config.transports;
     int status = KVX_OK;
     const char *decorated = strstr(list, "fault+loop");
-    status = transport_open(core, decorated ? "fault+loop" : "loop", why, why_size);
+    status = core_transport_open(core, decorated ? "fault+loop" : "loop", why, why_size);
     while (status == KVX_OK && *list != '\0') {
         size_t length = strcspn(list, ",");
         char name[64];
         if (length == 0 || length >= sizeof(name)) {
-            return fail(why, why_size, "transports: '%s' is not a comma-separated list of names",
-                        core->config.transports);
+            return core_set_error(why, why_size, "transports: '%s' is not a comma-separated list of names",
+                                  core->config.transports);
         }
         memcpy(name, list, length);
         name[length] = '\0';
         if (strcmp(name, "loop") != 0 && strcmp(name, "fault+loop") != 0) {
-            status = name[0] == '?' ? transport_try(core, name + 1, why, why_size)
-                                    : transport_open(core, name, why, why_size);
+            status = name[0] == '?' ? core_transport_try(core, name + 1, why, why_size)
+                                    : core_transport_open(core, name, why, why_size);
         }
         list += length;
         if (*list == ',' && *++list == '\0') {
-            return fail(why, why_size, "transports: '%s' ends with a comma", core->config.transports);
+            return core_set_error(why, why_size, "transports: '%s' ends with a comma", core->config.transports);
         }
     }
     return status;
@@ -432,25 +433,25 @@ static int core_open(kvx_core *core, const kvx_engine_config *config, char *why,
     core->next_id = 1;
     kvx_random(&core->generation_base, sizeof(core->generation_base));
     core->generation_base &= INT64_MAX; /* 63 bits: a counter on top cannot wrap */
-    int status = config_take(core, config);
+    int status = core_config_take(core, config);
     if (status == KVX_OK) {
         status = kvx_ring_open(&core->ring, (uint64_t)config->notify_max + config->inflight_max);
     }
     if (status != KVX_OK || !kvx_table_reserve(&core->ops, config->inflight_max)) {
-        fail(why, why_size, "cannot make the event queue");
+        core_set_error(why, why_size, "cannot make the event queue");
         return status == KVX_OK ? KVX_E_NOMEM : status;
     }
     kvx_ring_unreserve(&core->ring, config->inflight_max); /* only its memory was wanted */
     if ((status = kvx_counters_open(core, why, why_size)) != KVX_OK ||
-        (status = transports_open(core, why, why_size)) != KVX_OK) {
+        (status = core_transports_open(core, why, why_size)) != KVX_OK) {
         return status;
     }
     int result = kvx_pool_start(core);
     for (uint32_t i = 0; result == 0 && i < core->slot_count; i++) {
-        result = threads_start(core, i);
+        result = core_threads_start(core, i);
     }
     if (result != 0) {
-        fail(why, why_size, "cannot start a thread: %s", strerror(result));
+        core_set_error(why, why_size, "cannot start a thread: %s", strerror(result));
         return KVX_E_SYSTEM;
     }
     return KVX_OK;
@@ -463,7 +464,7 @@ int kvx_engine_open(const kvx_engine_config *config, kvx_engine **engine_p, char
     if (config == NULL || engine_p == NULL) {
         return KVX_E_INVALID;
     }
-    int status = config_check(config, why, why_size);
+    int status = core_config_check(config, why, why_size);
     if (status != KVX_OK) {
         return status;
     }
@@ -492,7 +493,7 @@ void kvx_engine_stop(kvx_engine *engine) {
     if (again) {
         return;
     }
-    threads_join(core);
+    core_threads_join(core);
     kvx_pool_stop(core);
     for (uint32_t i = 0; i < core->slot_count; i++) {
         core->slots[i].ops.close(core->slots[i].transport);
@@ -544,7 +545,7 @@ int kvx_engine_fd(const kvx_engine *engine) {
     return engine->core.owner_set >= 0 ? engine->core.owner_set : engine->core.ring.fd;
 }
 
-static void owner_turns(kvx_core *core) {
+static void core_progress_owner(kvx_core *core) {
     for (uint32_t i = 0; i < core->slot_count && !core->closing; i++) {
         if (core->slots[i].owner_turn != NULL) {
             core->slots[i].owner_turn(core->slots[i].owner_transport);
@@ -559,7 +560,7 @@ uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max) {
     core->ring.signalled = true; /* what is pushed from here on is popped below, nobody has to write to the fd */
     kvx_unlock(core);
     kvx_deferred_run(core);
-    owner_turns(core);
+    core_progress_owner(core);
     uint32_t count = 0;
     kvx_lock(core);
     core->ring.signalled = false;

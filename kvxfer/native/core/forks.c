@@ -22,17 +22,17 @@ static _Atomic uint64_t owned[OWNED_MAX];
 static _Atomic int owned_end;
 static pthread_once_t prepared = PTHREAD_ONCE_INIT;
 
-static uint64_t socket_inode(int fd) {
+static uint64_t forks_socket_inode(int fd) {
     struct stat status;
     return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? (uint64_t)status.st_ino : 0;
 }
 
-static void in_child(void) {
+static void forks_after_fork_child(void) {
     int end = atomic_exchange(&owned_end, 0);
     int nowhere = -1;
     for (int fd = 0; fd < end; fd++) {
         uint64_t inode = atomic_exchange(&owned[fd], 0);
-        if (inode == 0 || socket_inode(fd) != inode) {
+        if (inode == 0 || forks_socket_inode(fd) != inode) {
             continue;
         }
         if (nowhere < 0) {
@@ -47,16 +47,16 @@ static void in_child(void) {
     }
 }
 
-static void prepare(void) {
-    (void)pthread_atfork(NULL, NULL, in_child); /* without memory for it a child keeps its copies */
+static void forks_register_handlers(void) {
+    (void)pthread_atfork(NULL, NULL, forks_after_fork_child); /* without memory for it a child keeps its copies */
 }
 
 int kvx_owned(int fd) {
     if (fd < 0 || fd >= OWNED_MAX) {
         return fd;
     }
-    (void)pthread_once(&prepared, prepare);
-    atomic_store(&owned[fd], socket_inode(fd));
+    (void)pthread_once(&prepared, forks_register_handlers);
+    atomic_store(&owned[fd], forks_socket_inode(fd));
     int end = atomic_load(&owned_end);
     while (end <= fd && !atomic_compare_exchange_weak(&owned_end, &end, fd + 1)) {
     }

@@ -9,17 +9,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void gauges(kvx_core *core) {
+static void grants_update_gauges(kvx_core *core) {
     KVX_GAUGE(core, grants, core->grants.count);
 }
 
-static void box_free(grant_box *box) {
+static void grants_box_free(grant_box *box) {
     kvx_blocks_free(box->grant.blocks);
     kvx_vault_give(box);
 }
 
 /* With the lock held: may there be another grant, as `wanted` describes it, of that region? */
-static int admit(kvx_core *core, const region_box *owner, const kvx_grant *wanted) {
+static int grants_check_limits(kvx_core *core, const region_box *owner, const kvx_grant *wanted) {
     if (core->closing || owner == NULL) {
         return core->closing ? KVX_E_CLOSED : KVX_E_NO_REGION;
     }
@@ -38,7 +38,7 @@ static int admit(kvx_core *core, const region_box *owner, const kvx_grant *wante
 }
 
 /* With the lock held. */
-static void enter(kvx_core *core, region_box *owner, grant_box *box, kvx_grant_info *info_p) {
+static void grants_insert(kvx_core *core, region_box *owner, grant_box *box, kvx_grant_info *info_p) {
     kvx_grant *grant = &box->grant;
     grant->id = core->next_id++;
     grant->region = &owner->region;
@@ -51,11 +51,11 @@ static void enter(kvx_core *core, region_box *owner, grant_box *box, kvx_grant_i
     *info_p = (kvx_grant_info){
         .id = grant->id, .generation = owner->region.generation, .length = grant->length, .access = grant->access};
     memcpy(info_p->key, grant->key, sizeof(info_p->key));
-    gauges(core);
+    grants_update_gauges(core);
 }
 
 /* `blocks` is the grant's from now on, or freed. */
-static int create(kvx_engine *engine, uint64_t region, const kvx_grant *wanted, kvx_grant_info *info_p) {
+static int grants_create(kvx_engine *engine, uint64_t region, const kvx_grant *wanted, kvx_grant_info *info_p) {
     kvx_core *core = &engine->core;
     grant_box *box = kvx_vault_take(sizeof(*box) + core->slot_count * sizeof(box->links[0]));
     if (box == NULL) {
@@ -69,18 +69,18 @@ static int create(kvx_engine *engine, uint64_t region, const kvx_grant *wanted, 
     kvx_random(box->grant.key, sizeof(box->grant.key));
     kvx_lock(core);
     region_box *owner = kvx_region_find(core, region);
-    int status = admit(core, owner, &box->grant);
+    int status = grants_check_limits(core, owner, &box->grant);
     if (status == KVX_OK) {
-        enter(core, owner, box, info_p);
+        grants_insert(core, owner, box, info_p);
     }
     kvx_unlock(core);
     if (status != KVX_OK) {
-        box_free(box);
+        grants_box_free(box);
     }
     return status;
 }
 
-static int check_arguments(uint64_t offset, uint64_t length, uint32_t access, const kvx_grant_info *info_p) {
+static int grants_check_arguments(uint64_t offset, uint64_t length, uint32_t access, const kvx_grant_info *info_p) {
     uint64_t end;
     if (info_p == NULL || access == 0 || (access & ~(uint32_t)(KVX_READ | KVX_WRITE)) != 0) {
         return KVX_E_INVALID;
@@ -91,19 +91,19 @@ static int check_arguments(uint64_t offset, uint64_t length, uint32_t access, co
 int kvx_grant_create(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
                      kvx_grant_info *info_p) {
     kvx_grant wanted = {.offset = offset, .length = length, .access = access};
-    int status = check_arguments(offset, length, access, info_p);
-    return status == KVX_OK ? create(engine, region, &wanted, info_p) : status;
+    int status = grants_check_arguments(offset, length, access, info_p);
+    return status == KVX_OK ? grants_create(engine, region, &wanted, info_p) : status;
 }
 
 int kvx_grant_create_blocks(kvx_engine *engine, uint64_t region, uint64_t offset, uint64_t length, uint32_t access,
                             const kvx_part *parts, uint32_t part_count, const uint64_t *blocks, uint32_t block_count,
                             kvx_grant_info *info_p) {
     kvx_grant wanted = {.offset = offset, .length = length, .access = access};
-    int status = check_arguments(offset, length, access, info_p);
+    int status = grants_check_arguments(offset, length, access, info_p);
     if (status == KVX_OK) {
         status = kvx_blocks_new(parts, part_count, blocks, block_count, length, &wanted.blocks);
     }
-    return status == KVX_OK ? create(engine, region, &wanted, info_p) : status;
+    return status == KVX_OK ? grants_create(engine, region, &wanted, info_p) : status;
 }
 
 kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot) {
@@ -112,12 +112,12 @@ kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot) {
 
 /* -- revoking ------------------------------------------------------------------------------------------------ */
 
-static bool revoked(const grant_box *box) {
+static bool grants_is_revoked(const grant_box *box) {
     return atomic_load_explicit(&((grant_box *)box)->grant.revoked, memory_order_relaxed);
 }
 
 void kvx_grant_mark_revoked(kvx_core *core, grant_box *box) {
-    if (revoked(box)) {
+    if (grants_is_revoked(box)) {
         return;
     }
     atomic_store(&box->grant.revoked, true);
@@ -128,8 +128,8 @@ void kvx_grant_mark_revoked(kvx_core *core, grant_box *box) {
 }
 
 /* With the lock held: ends the grant when it is quiet. True = signal. */
-static bool maybe_finish(kvx_core *core, grant_box *box, int status) {
-    if (!revoked(box) || box->not_quiet != 0 || box->accesses != 0) {
+static bool grants_maybe_finish(kvx_core *core, grant_box *box, int status) {
+    if (!grants_is_revoked(box) || box->not_quiet != 0 || box->accesses != 0) {
         return false;
     }
     region_box *owner = (region_box *)box->grant.region;
@@ -143,7 +143,7 @@ static bool maybe_finish(kvx_core *core, grant_box *box, int status) {
     }
     kvx_table_remove(&core->grants, box->grant.id);
     __atomic_fetch_sub(&core->counters->quarantined_grants, 1, __ATOMIC_RELAXED);
-    gauges(core);
+    grants_update_gauges(core);
     bool signal = false;
     if (box->token != 0) {
         kvx_event event = {
@@ -155,12 +155,12 @@ static bool maybe_finish(kvx_core *core, grant_box *box, int status) {
     if (!box->lost_queued) { /* otherwise the queued event uses that place */
         kvx_ring_unreserve(&core->ring, 1);
     }
-    box_free(box);
+    grants_box_free(box);
     kvx_region_maybe_forget(owner);
     return signal;
 }
 
-static void call_slots(kvx_core *core, grant_box *box) {
+static void grants_call_slots(kvx_core *core, grant_box *box) {
     kvx_region *region = box->grant.region;
     uint32_t quiet = 0;
     for (uint32_t i = 0; i < core->slot_count; i++) {
@@ -171,7 +171,7 @@ static void call_slots(kvx_core *core, grant_box *box) {
     kvx_lock(core);
     KVX_ASSERT((box->not_quiet & quiet) == quiet);
     box->not_quiet &= ~(quiet | KVX_HOLD);
-    bool signal = maybe_finish(core, box, KVX_OK);
+    bool signal = grants_maybe_finish(core, box, KVX_OK);
     kvx_unlock_signal(core, signal);
 }
 
@@ -186,7 +186,7 @@ void kvx_grants_call_slots(kvx_core *core) {
         if (box == NULL) {
             return;
         }
-        call_slots(core, box);
+        grants_call_slots(core, box);
     }
 }
 
@@ -209,7 +209,7 @@ void kvx_grant_quiet(kvx_core *core, uint32_t slot, kvx_grant *grant) {
     kvx_lock(core);
     KVX_ASSERT(box->not_quiet & (1u << slot)); /* exactly once, and only after KVX_PENDING */
     box->not_quiet &= ~(1u << slot);
-    bool signal = maybe_finish(core, box, KVX_OK);
+    bool signal = grants_maybe_finish(core, box, KVX_OK);
     kvx_unlock_signal(core, signal);
 }
 
@@ -225,7 +225,7 @@ bool kvx_grants_sweep(kvx_core *core) {
             kvx_grant_mark_revoked(core, box);
             KVX_ASSERT(box->accesses == 0); /* the transports are closed */
             box->not_quiet = 0;
-            signal |= maybe_finish(core, box, KVX_E_CLOSED);
+            signal |= grants_maybe_finish(core, box, KVX_E_CLOSED);
             KVX_ASSERT(owner->grants != box);
         }
         if (owner->token != 0) {
@@ -242,7 +242,8 @@ bool kvx_grants_sweep(kvx_core *core) {
 
 /* -- accesses of peers ----------------------------------------------------------------------------------------- */
 
-static int access_begin(kvx_core *core, uint64_t grant, uint64_t generation, bool devices, kvx_access *access_p) {
+static int grants_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, bool devices,
+                               kvx_access *access_p) {
     kvx_lock(core);
     grant_box *box = kvx_table_get(&core->grants, grant);
     int status = KVX_OK;
@@ -250,7 +251,7 @@ static int access_begin(kvx_core *core, uint64_t grant, uint64_t generation, boo
         status = KVX_E_UNKNOWN;
     } else if (box->grant.region->generation != generation) {
         status = KVX_E_STALE;
-    } else if (revoked(box)) {
+    } else if (grants_is_revoked(box)) {
         status = KVX_E_REVOKED;
     } else if (!devices && (box->grant.region->flags & KVX_REGION_DEVICE)) {
         status = KVX_E_UNSUPPORTED;
@@ -266,11 +267,11 @@ static int access_begin(kvx_core *core, uint64_t grant, uint64_t generation, boo
 }
 
 int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p) {
-    return access_begin(core, grant, generation, false, access_p);
+    return grants_access_begin(core, grant, generation, false, access_p);
 }
 
 int kvx_access_begin_any(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p) {
-    return access_begin(core, grant, generation, true, access_p);
+    return grants_access_begin(core, grant, generation, true, access_p);
 }
 
 int kvx_access_allow(const kvx_access *access, uint32_t rights) {
@@ -295,7 +296,7 @@ void kvx_access_end(kvx_core *core, kvx_access *access) {
     kvx_lock(core);
     KVX_ASSERT(box->accesses != 0);
     box->accesses--;
-    bool signal = maybe_finish(core, box, KVX_OK);
+    bool signal = grants_maybe_finish(core, box, KVX_OK);
     kvx_unlock_signal(core, signal);
 }
 

@@ -20,7 +20,7 @@ region_box *kvx_region_find(kvx_core *core, uint64_t region) {
     return box != NULL && box->state == REGION_LIVE ? box : NULL;
 }
 
-static void info_fill(const region_box *box, kvx_region_info *info_p) {
+static void memory_info_fill(const region_box *box, kvx_region_info *info_p) {
     *info_p = (kvx_region_info){
         .id = box->region.id,
         .generation = box->region.generation,
@@ -36,7 +36,7 @@ static void info_fill(const region_box *box, kvx_region_info *info_p) {
 
 /* -- registration ------------------------------------------------------------------------------------------- */
 
-static void bytes_count(kvx_core *core, const kvx_region *region, uint64_t change) { /* modulo 2^64 */
+static void memory_bytes_count(kvx_core *core, const kvx_region *region, uint64_t change) { /* modulo 2^64 */
     __atomic_fetch_add(&core->counters->registered_bytes, change, __ATOMIC_RELAXED);
     if (region->flags & KVX_REGION_DEVICE) {
         __atomic_fetch_add(&core->counters->device_bytes, change, __ATOMIC_RELAXED);
@@ -46,13 +46,13 @@ static void bytes_count(kvx_core *core, const kvx_region *region, uint64_t chang
     }
 }
 
-static void remove_locked(kvx_core *core, region_box *box) {
+static void memory_remove_locked(kvx_core *core, region_box *box) {
     kvx_table_remove(&core->regions, box->region.id);
     KVX_GAUGE(core, regions, core->regions.count);
-    bytes_count(core, &box->region, -box->region.length);
+    memory_bytes_count(core, &box->region, -box->region.length);
 }
 
-static void mapping_drop(void *base, uint64_t length, bool viewed) {
+static void memory_mapping_drop(void *base, uint64_t length, bool viewed) {
     if (viewed) {
         mmap(base, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     } else {
@@ -60,26 +60,26 @@ static void mapping_drop(void *base, uint64_t length, bool viewed) {
     }
 }
 
-static void box_free(region_box *box) {
+static void memory_box_free(region_box *box) {
     if (box->region.memfd >= 0) {
         close(box->region.memfd);
     }
     free(box);
 }
 
-static void give_back(region_box *box) {
+static void memory_free_memory(region_box *box) {
     if (box->mapped_length != 0) {
-        mapping_drop(box->region.base, box->mapped_length, box->viewed);
+        memory_mapping_drop(box->region.base, box->mapped_length, box->viewed);
     } else if (box->arena != NULL && box->viewed) {
         kvx_arena_haunt(box->arena, box->region.base);
     } else if (box->arena != NULL) {
         kvx_arena_give(box->arena, box->region.base);
     }
-    box_free(box);
+    memory_box_free(box);
 }
 
 /* Allocated by us and within the CPU's reach. */
-static bool viewable(const region_box *box) {
+static bool memory_is_viewable(const region_box *box) {
     return box->mapped_length != 0 || box->carved;
 }
 
@@ -87,7 +87,7 @@ int kvx_mem_viewed(kvx_engine *engine, uint64_t region, uint32_t viewed, uint64_
     kvx_core *core = &engine->core;
     kvx_lock(core);
     region_box *box = viewed ? kvx_region_find(core, region) : kvx_table_get(&core->regions, region);
-    int status = box == NULL || !viewable(box) ? KVX_E_NO_REGION : KVX_OK;
+    int status = box == NULL || !memory_is_viewable(box) ? KVX_E_NO_REGION : KVX_OK;
     if (status == KVX_OK) {
         box->viewed = viewed != 0;
         *mapped_length_p = box->mapped_length;
@@ -101,7 +101,7 @@ void kvx_mem_unmap(uint64_t address, uint64_t mapped_length) {
 }
 
 /* The registration of the same bytes that is there already, or one that overlaps, or NULL. */
-static region_box *overlapping(kvx_core *core, const kvx_register_args *args) {
+static region_box *memory_find_overlapping(kvx_core *core, const kvx_register_args *args) {
     const uint64_t low = args->address;
     const int32_t device = args->kind == KVX_MEM_HBM ? args->device : -1;
     for (uint32_t i = 0; i < core->regions.capacity; i++) {
@@ -117,7 +117,7 @@ static region_box *overlapping(kvx_core *core, const kvx_register_args *args) {
     return NULL;
 }
 
-static int insert_locked(kvx_core *core, region_box *box) {
+static int memory_insert_locked(kvx_core *core, region_box *box) {
     if (core->regions.count >= core->config.regions_max) {
         return KVX_E_LIMIT;
     }
@@ -131,12 +131,12 @@ static int insert_locked(kvx_core *core, region_box *box) {
     box->region.generation = core->generation_base + box->region.id;
     kvx_table_put(&core->regions, box->region.id, box);
     KVX_GAUGE(core, regions, core->regions.count);
-    bytes_count(core, &box->region, box->region.length);
+    memory_bytes_count(core, &box->region, box->region.length);
     return KVX_OK;
 }
 
 /* What the transports say that they can register. */
-static int fits(const kvx_core *core, const kvx_region *region, kvx_mem_why *why) {
+static int memory_check_transports(const kvx_core *core, const kvx_region *region, kvx_mem_why *why) {
     for (uint32_t i = 0; i < core->slot_count; i++) {
         const kvx_transport_info *info = &core->slots[i].info;
         uint64_t over = info->alignment > 1 ? (uint64_t)(uintptr_t)region->base % info->alignment : 0;
@@ -157,7 +157,7 @@ static int fits(const kvx_core *core, const kvx_region *region, kvx_mem_why *why
 }
 
 /* The alignment that suits all of them. */
-static uint64_t alignment_of(const kvx_core *core) {
+static uint64_t memory_alignment_of(const kvx_core *core) {
     uint64_t most = (uint64_t)sysconf(_SC_PAGESIZE);
     for (uint32_t i = 0; i < core->slot_count; i++) {
         most = core->slots[i].info.alignment > most ? core->slots[i].info.alignment : most;
@@ -166,7 +166,7 @@ static uint64_t alignment_of(const kvx_core *core) {
 }
 
 /* Tells every transport about an inserted region; on failure takes all of it back (the box stays the caller's). */
-static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p, kvx_mem_why *why) {
+static int memory_register_with_transports(kvx_core *core, region_box *box, kvx_region_info *info_p, kvx_mem_why *why) {
     uint32_t told = 0;
     int status = KVX_OK;
     box->region.why = why;
@@ -180,19 +180,19 @@ static int announce(kvx_core *core, region_box *box, kvx_region_info *info_p, kv
             core->slots[i].ops.mem_release(core->slots[i].transport, &box->region, NULL);
         }
         kvx_lock(core);
-        remove_locked(core, box);
+        memory_remove_locked(core, box);
         kvx_ring_unreserve(&core->ring, 1);
         kvx_unlock(core);
         return status;
     }
     kvx_lock(core);
     box->state = REGION_LIVE;
-    info_fill(box, info_p);
+    memory_info_fill(box, info_p);
     kvx_unlock(core);
     return KVX_OK;
 }
 
-static int register_again(kvx_core *core, region_box *box, kvx_region_info *info_p) {
+static int memory_register_again(kvx_core *core, region_box *box, kvx_region_info *info_p) {
     if (box->references >= KVX_REFERENCES_MAX) {
         return KVX_E_LIMIT;
     }
@@ -200,19 +200,19 @@ static int register_again(kvx_core *core, region_box *box, kvx_region_info *info
         return KVX_E_NOMEM;
     }
     box->references++;
-    info_fill(box, info_p);
+    memory_info_fill(box, info_p);
     return KVX_OK;
 }
 
 /* With MS_ASYNC the kernel only walks its list of mappings, and reports holes. */
-static bool is_mapped(uint64_t address, uint64_t length) {
+static bool memory_is_mapped(uint64_t address, uint64_t length) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t low = address & ~(page - 1);
     return msync((void *)(uintptr_t)low, address + length - low, MS_ASYNC) == 0;
 }
 
 /* Memory that is not there, or may not be written, would end the process when a peer's bytes arrive; say it now. */
-static int pages_check(const kvx_register_args *args, kvx_mem_why *why) {
+static int memory_pages_check(const kvx_register_args *args, kvx_mem_why *why) {
     uint64_t where = 0;
     bool write = args->read_only == 0;
     kvx_pages_found found = kvx_pages_allow(args->address, args->length, write, &where);
@@ -221,7 +221,7 @@ static int pages_check(const kvx_register_args *args, kvx_mem_why *why) {
         return KVX_E_FDS;
     }
     if (found == KVX_PAGES_UNKNOWN) { /* no /proc: holes can be found without it */
-        return is_mapped(args->address, args->length) ? KVX_OK : KVX_E_INVALID;
+        return memory_is_mapped(args->address, args->length) ? KVX_OK : KVX_E_INVALID;
     }
     if (found == KVX_PAGES_REFUSED) {
         snprintf(why->text, sizeof(why->text), "the pages at %#llx may not be %s", (unsigned long long)where,
@@ -232,13 +232,13 @@ static int pages_check(const kvx_register_args *args, kvx_mem_why *why) {
     return found == KVX_PAGES_FINE ? KVX_OK : found == KVX_PAGES_REFUSED && write ? KVX_E_READ_ONLY : KVX_E_INVALID;
 }
 
-static kvx_mem_why *why_clear(kvx_mem_why *why_p, kvx_mem_why *ignored) {
+static kvx_mem_why *memory_why_clear(kvx_mem_why *why_p, kvx_mem_why *ignored) {
     kvx_mem_why *why = why_p != NULL ? why_p : ignored;
     memset(why, 0, sizeof(*why));
     return why;
 }
 
-static int register_check(const kvx_register_args *args, const kvx_region_info *info_p, kvx_mem_why *why) {
+static int memory_register_check(const kvx_register_args *args, const kvx_region_info *info_p, kvx_mem_why *why) {
     uint64_t end;
     if (args == NULL || args->address == 0 || info_p == NULL || args->kind > KVX_MEM_PINNED ||
         (args->kind == KVX_MEM_DRAM) != (args->device < 0)) {
@@ -247,16 +247,17 @@ static int register_check(const kvx_register_args *args, const kvx_region_info *
     if (args->length == 0 || __builtin_add_overflow(args->address, args->length, &end) || end > UINTPTR_MAX) {
         return KVX_E_LENGTH;
     }
-    return args->kind == KVX_MEM_HBM ? KVX_OK : pages_check(args, why);
+    return args->kind == KVX_MEM_HBM ? KVX_OK : memory_pages_check(args, why);
 }
 
 /* With the lock held: the region that has these bytes already gets one more reference, or is in the way. KVX_PENDING:
  * there is none. */
-static int register_known(kvx_core *core, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why) {
+static int memory_register_known(kvx_core *core, const kvx_register_args *args, kvx_region_info *info_p,
+                                 kvx_mem_why *why) {
     if (core->closing) {
         return KVX_E_CLOSED;
     }
-    region_box *other = overlapping(core, args);
+    region_box *other = memory_find_overlapping(core, args);
     if (other == NULL) {
         return KVX_PENDING;
     }
@@ -270,11 +271,11 @@ static int register_known(kvx_core *core, const kvx_register_args *args, kvx_reg
         why->base = (uint64_t)(uintptr_t)region->base;
         why->length = region->length;
     }
-    return same ? register_again(core, other, info_p) : KVX_E_OVERLAP;
+    return same ? memory_register_again(core, other, info_p) : KVX_E_OVERLAP;
 }
 
-static int register_new(kvx_core *core, region_box *box, const kvx_register_args *args, kvx_region_info *info_p,
-                        kvx_mem_why *why) {
+static int memory_register_new(kvx_core *core, region_box *box, const kvx_register_args *args, kvx_region_info *info_p,
+                               kvx_mem_why *why) {
     int status = KVX_OK;
     box->region.base = (uint8_t *)(uintptr_t)args->address;
     box->region.length = args->length;
@@ -285,44 +286,45 @@ static int register_new(kvx_core *core, region_box *box, const kvx_register_args
         status = kvx_arena_adopt(core, args, &box->region, &box->arena, why);
     }
     box->region.flags |= args->read_only ? KVX_REGION_READ_ONLY : 0;
-    status = status == KVX_OK ? fits(core, &box->region, why) : status;
+    status = status == KVX_OK ? memory_check_transports(core, &box->region, why) : status;
     if (status == KVX_OK) {
         kvx_lock(core);
-        status = register_known(core, args, info_p, why); /* somebody may have been faster */
+        status = memory_register_known(core, args, info_p, why); /* somebody may have been faster */
         bool known = status != KVX_PENDING;
-        status = known ? status : insert_locked(core, box);
+        status = known ? status : memory_insert_locked(core, box);
         kvx_unlock(core);
-        if (!known && status == KVX_OK && (status = announce(core, box, info_p, why)) == KVX_OK) {
+        if (!known && status == KVX_OK &&
+            (status = memory_register_with_transports(core, box, info_p, why)) == KVX_OK) {
             return KVX_OK;
         }
     }
-    give_back(box);
+    memory_free_memory(box);
     return status;
 }
 
 int kvx_mem_register(kvx_engine *engine, const kvx_register_args *args, kvx_region_info *info_p, kvx_mem_why *why_p) {
     kvx_core *core = &engine->core;
-    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
-    int status = register_check(args, info_p, why);
+    kvx_mem_why ignored, *why = memory_why_clear(why_p, &ignored);
+    int status = memory_register_check(args, info_p, why);
     if (status != KVX_OK) {
         return status;
     }
     kvx_lock(core);
-    status = register_known(core, args, info_p, why);
+    status = memory_register_known(core, args, info_p, why);
     kvx_unlock(core);
     if (status != KVX_PENDING) {
         return status;
     }
     region_box *box = calloc(1, sizeof(*box));
-    return box == NULL ? KVX_E_NOMEM : register_new(core, box, args, info_p, why);
+    return box == NULL ? KVX_E_NOMEM : memory_register_new(core, box, args, info_p, why);
 }
 
 /* -- allocation --------------------------------------------------------------------------------------------- */
 
-static int host_alloc(const kvx_core *core, region_box *box, const kvx_alloc_args *args, kvx_mem_why *why) {
+static int memory_host_alloc(const kvx_core *core, region_box *box, const kvx_alloc_args *args, kvx_mem_why *why) {
     kvx_backing_wish wish = {
         .length = args->length,
-        .alignment = alignment_of(core),
+        .alignment = memory_alignment_of(core),
         .numa_node = args->numa_node,
         .huge = !(core->config.flags & KVX_ENGINE_NO_HUGE),
     };
@@ -340,7 +342,7 @@ static int host_alloc(const kvx_core *core, region_box *box, const kvx_alloc_arg
 }
 
 /* From an arena; when the device is full and the caller agreed, from pinned host memory. */
-static int carve(kvx_core *core, region_box *box, const kvx_alloc_args *args, kvx_mem_why *why) {
+static int memory_alloc_from_arena(kvx_core *core, region_box *box, const kvx_alloc_args *args, kvx_mem_why *why) {
     int status = kvx_arena_alloc(core, args, &box->region, &box->arena, why);
     if (status == KVX_E_DEVICE_MEMORY && args->kind == KVX_MEM_HBM && (args->flags & KVX_ALLOC_SPILL)) {
         kvx_alloc_args host = *args;
@@ -359,7 +361,7 @@ static int carve(kvx_core *core, region_box *box, const kvx_alloc_args *args, kv
     return status;
 }
 
-static int alloc_check(const kvx_alloc_args *args, const kvx_region_info *info_p) {
+static int memory_alloc_check(const kvx_alloc_args *args, const kvx_region_info *info_p) {
     if (args == NULL || info_p == NULL || args->kind > KVX_MEM_PINNED ||
         (args->kind == KVX_MEM_DRAM) != (args->device < 0) || (args->flags & ~(uint32_t)KVX_ALLOC_SPILL) != 0) {
         return KVX_E_INVALID;
@@ -369,8 +371,8 @@ static int alloc_check(const kvx_alloc_args *args, const kvx_region_info *info_p
 
 int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_info *info_p, kvx_mem_why *why_p) {
     kvx_core *core = &engine->core;
-    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
-    int status = alloc_check(args, info_p);
+    kvx_mem_why ignored, *why = memory_why_clear(why_p, &ignored);
+    int status = memory_alloc_check(args, info_p);
     if (status != KVX_OK) {
         return status;
     }
@@ -386,25 +388,25 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
     }
     box->region.device = -1;
     if (args->kind == KVX_MEM_DRAM) {
-        status = host_alloc(core, box, args, why);
+        status = memory_host_alloc(core, box, args, why);
     } else {
-        status = carve(core, box, args, why);
+        status = memory_alloc_from_arena(core, box, args, why);
     }
     if (status != KVX_OK) {
         free(box);
         return status;
     }
-    status = fits(core, &box->region, why);
+    status = memory_check_transports(core, &box->region, why);
     if (status == KVX_OK) {
         kvx_lock(core);
-        status = core->closing ? KVX_E_CLOSED : insert_locked(core, box);
+        status = core->closing ? KVX_E_CLOSED : memory_insert_locked(core, box);
         kvx_unlock(core);
     }
     if (status == KVX_OK) {
-        status = announce(core, box, info_p, why);
+        status = memory_register_with_transports(core, box, info_p, why);
     }
     if (status != KVX_OK) {
-        give_back(box);
+        memory_free_memory(box);
     }
     return status;
 }
@@ -412,7 +414,7 @@ int kvx_mem_alloc(kvx_engine *engine, const kvx_alloc_args *args, kvx_region_inf
 /* -- looking and writing ------------------------------------------------------------------------------------ */
 
 /* Pins the region, so that it stays while bytes move. */
-static int copy_begin(kvx_core *core, uint64_t region, uint64_t offset, uint64_t length, bool write,
+static int memory_pin(kvx_core *core, uint64_t region, uint64_t offset, uint64_t length, bool write,
                       region_box **box_p) {
     kvx_lock(core);
     region_box *box = kvx_region_find(core, region);
@@ -432,10 +434,10 @@ static int copy_begin(kvx_core *core, uint64_t region, uint64_t offset, uint64_t
 int kvx_mem_copy(kvx_engine *engine, uint64_t region, uint64_t offset, void *memory, uint64_t length, uint32_t write,
                  kvx_mem_why *why_p) {
     kvx_core *core = &engine->core;
-    kvx_mem_why ignored, *why = why_clear(why_p, &ignored);
+    kvx_mem_why ignored, *why = memory_why_clear(why_p, &ignored);
     region_box *box = NULL;
     int status = memory == NULL && length != 0 ? KVX_E_INVALID : KVX_OK;
-    if (status != KVX_OK || (status = copy_begin(core, region, offset, length, write != 0, &box)) != KVX_OK) {
+    if (status != KVX_OK || (status = memory_pin(core, region, offset, length, write != 0, &box)) != KVX_OK) {
         return status;
     }
     bool closing = false;
@@ -457,7 +459,7 @@ int kvx_mem_copy(kvx_engine *engine, uint64_t region, uint64_t offset, void *mem
 
 /* -- release ------------------------------------------------------------------------------------------------ */
 
-static void forget_run(kvx_job *job) {
+static void memory_free_job_run(kvx_job *job) {
     region_box *box = (region_box *)((char *)job - offsetof(region_box, job));
     kvx_core *core = box->core;
     for (uint32_t i = 0; i < core->slot_count; i++) {
@@ -471,19 +473,19 @@ static void forget_run(kvx_job *job) {
     if (haunted) { /* while the id is still known: whoever finds it gone may reuse the addresses */
         kvx_arena_haunt(box->arena, box->region.base);
     } else if (viewed) {
-        mapping_drop(box->region.base, box->mapped_length, true);
+        memory_mapping_drop(box->region.base, box->mapped_length, true);
     }
     kvx_lock(core);
     viewed = box->viewed;
-    remove_locked(core, box);
+    memory_remove_locked(core, box);
     kvx_unlock(core);
     if (viewed) {
-        box_free(box);
+        memory_box_free(box);
     } else if (haunted) { /* the last view went in between */
         kvx_mem_unview((uint64_t)(uintptr_t)box->region.base);
-        box_free(box);
+        memory_box_free(box);
     } else {
-        give_back(box); /* before the event: whoever waits for it may count on the memory being free */
+        memory_free_memory(box); /* before the event: whoever waits for it may count on the memory being free */
     }
     kvx_lock(core);
     bool signal = kvx_ring_push(&core->ring, &event);
@@ -492,7 +494,7 @@ static void forget_run(kvx_job *job) {
 
 void kvx_region_maybe_forget(region_box *box) {
     if (box->state == REGION_RELEASING && box->grants == NULL && !box->core->closing) {
-        box->job.run = forget_run;
+        box->job.run = memory_free_job_run;
         kvx_core_job_post(box->core, &box->job);
     }
 }
@@ -528,7 +530,7 @@ void kvx_memory_sweep(kvx_core *core) {
     region_box *box;
     while ((box = kvx_table_any(&core->regions)) != NULL) {
         kvx_table_remove(&core->regions, box->region.id);
-        give_back(box);
+        memory_free_memory(box);
     }
     kvx_arenas_close(core);
 }

@@ -24,7 +24,7 @@ void kvx_newcomers_init(kvx_newcomers *line) {
     kvx_random(&line->salt, sizeof line->salt);
 }
 
-static uint64_t prefix_of(const struct sockaddr_storage *address) {
+static uint64_t newcomers_prefix_of(const struct sockaddr_storage *address) {
     uint64_t prefix = 0;
     if (address->ss_family == AF_INET) {
         prefix = ((const struct sockaddr_in *)address)->sin_addr.s_addr;
@@ -39,14 +39,14 @@ static uint64_t prefix_of(const struct sockaddr_storage *address) {
     return prefix;
 }
 
-static uint32_t source_of(const kvx_newcomers *line, const struct sockaddr_storage *address) {
-    uint64_t mixed = ((address == NULL ? 0 : prefix_of(address)) ^ line->salt) * 0x9e3779b97f4a7c15u;
+static uint32_t newcomers_source_of(const kvx_newcomers *line, const struct sockaddr_storage *address) {
+    uint64_t mixed = ((address == NULL ? 0 : newcomers_prefix_of(address)) ^ line->salt) * 0x9e3779b97f4a7c15u;
     mixed = (mixed ^ mixed >> 29 ^ line->salt) * 0xbf58476d1ce4e5b9u;
     return (uint32_t)(mixed >> 40) % SOURCES;
 }
 
 void kvx_newcomers_add(kvx_newcomers *line, kvx_newcomer *one, const struct sockaddr_storage *address) {
-    *one = (kvx_newcomer){.previous = line->last, .source = source_of(line, address), .waits = true};
+    *one = (kvx_newcomer){.previous = line->last, .source = newcomers_source_of(line, address), .waits = true};
     if (line->last != NULL) {
         line->last->next = one;
     } else {

@@ -11,12 +11,12 @@
 
 #define PEER_EVENTS 3 /* CONNECT, PEER_DOWN, PEER_CLOSED */
 
-static void gauges(kvx_core *core) {
+static void peers_update_gauges(kvx_core *core) {
     KVX_GAUGE(core, peers, core->peers.count);
     KVX_GAUGE(core, imports, core->imports.count);
 }
 
-static bool answer_connect(kvx_core *core, peer_box *box, int status, int sys_errno) {
+static bool peers_complete_connect(kvx_core *core, peer_box *box, int status, int sys_errno) {
     kvx_event event = {.kind = KVX_EV_CONNECT,
                        .status = status,
                        .token = box->peer.token,
@@ -30,7 +30,7 @@ static bool answer_connect(kvx_core *core, peer_box *box, int status, int sys_er
     return kvx_ring_push(&core->ring, &event);
 }
 
-static bool answer_import(kvx_core *core, import_box *box, int status, int sys_errno) {
+static bool peers_complete_import(kvx_core *core, import_box *box, int status, int sys_errno) {
     kvx_event event = {.kind = KVX_EV_IMPORT,
                        .status = status,
                        .token = box->import.token,
@@ -74,7 +74,7 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
             memcpy(box->peer.secret, secret, KVX_SECRET_BYTES);
         }
         kvx_table_put(&core->peers, id, box);
-        gauges(core);
+        peers_update_gauges(core);
     }
     kvx_unlock(core);
     if (status != KVX_OK) {
@@ -88,7 +88,7 @@ int kvx_peer_connect(kvx_engine *engine, uint32_t transport, const char *endpoin
         kvx_lock(core);
         kvx_table_remove(&core->peers, id);
         kvx_ring_unreserve(&core->ring, PEER_EVENTS);
-        gauges(core);
+        peers_update_gauges(core);
         kvx_unlock(core);
         kvx_vault_give(box);
         return status;
@@ -103,13 +103,13 @@ void kvx_connect_done(kvx_peer *peer, int status, int sys_errno) {
     kvx_core *core = box->core;
     kvx_lock(core);
     KVX_ASSERT(peer->token != 0);
-    bool signal = answer_connect(core, box, status, sys_errno);
+    bool signal = peers_complete_connect(core, box, status, sys_errno);
     if (status == KVX_OK) {
         box->connected = true;
         KVX_COUNT(&core->counters->row[box->slot], peers_connected, 1);
     } else if (!box->closing) {
         kvx_table_remove(&core->peers, peer->id);
-        gauges(core);
+        peers_update_gauges(core);
         box->deferred_next = core->deferred_peers;
         core->deferred_peers = box;
     }
@@ -133,7 +133,7 @@ void kvx_peer_lost(kvx_peer *peer, int status) {
     kvx_unlock_signal(core, signal);
 }
 
-static void undefer_imports(kvx_core *core, peer_box *peer) {
+static void peers_undefer_imports(kvx_core *core, peer_box *peer) {
     for (import_box **at = &core->deferred_imports; *at != NULL;) {
         if ((*at)->import.peer == &peer->peer) {
             (*at)->deferred = false;
@@ -152,7 +152,7 @@ int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p) {
     if (status == KVX_OK) {
         box->closing = true;
         *token_p = box->close_token = core->next_id++;
-        undefer_imports(core, box);
+        peers_undefer_imports(core, box);
     }
     kvx_unlock(core);
     if (status == KVX_OK) {
@@ -162,7 +162,7 @@ int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p) {
     return status;
 }
 
-static void import_unlink(kvx_core *core, import_box *box) {
+static void peers_import_unlink(kvx_core *core, import_box *box) {
     peer_box *peer = (peer_box *)box->import.peer;
     if (box->previous != NULL) {
         box->previous->next = box->next;
@@ -173,25 +173,25 @@ static void import_unlink(kvx_core *core, import_box *box) {
         box->next->previous = box->previous;
     }
     kvx_table_remove(&core->imports, box->import.id); /* unless it was let go of before */
-    gauges(core);
+    peers_update_gauges(core);
 }
 
 /* With the lock held. Which of a peer's places in the ring are not used by now decides what is given back. */
-static bool peer_end(kvx_core *core, peer_box *box, int status) {
+static bool peers_peer_end(kvx_core *core, peer_box *box, int status) {
     bool signal = false;
     uint32_t unused = PEER_EVENTS - 1; /* the connect's is used below at the latest */
     KVX_ASSERT(box->ops == 0);
     while (box->imports != NULL) {
         import_box *import = box->imports;
         if (import->import.token != 0) {
-            signal |= answer_import(core, import, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
+            signal |= peers_complete_import(core, import, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
         }
-        import_unlink(core, import);
+        peers_import_unlink(core, import);
         KVX_ASSERT(box->imports != import);
         kvx_vault_give(import);
     }
     if (box->peer.token != 0) {
-        signal |= answer_connect(core, box, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
+        signal |= peers_complete_connect(core, box, status == KVX_OK ? KVX_E_PEER_LOST : status, 0);
     }
     if (box->connected && !box->lost) {
         __atomic_fetch_sub(&core->counters->row[box->slot].peers_connected, 1, __ATOMIC_RELAXED);
@@ -207,7 +207,7 @@ static bool peer_end(kvx_core *core, peer_box *box, int status) {
     }
     kvx_ring_unreserve(&core->ring, unused);
     kvx_table_remove(&core->peers, box->peer.id); /* unless the connect failed */
-    gauges(core);
+    peers_update_gauges(core);
     kvx_vault_give(box);
     return signal;
 }
@@ -217,7 +217,7 @@ void kvx_peer_closed(kvx_peer *peer) {
     kvx_core *core = box->core;
     kvx_lock(core);
     KVX_ASSERT(box->closing);
-    bool signal = peer_end(core, box, KVX_OK);
+    bool signal = peers_peer_end(core, box, KVX_OK);
     kvx_unlock_signal(core, signal);
 }
 
@@ -265,7 +265,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
         }
         owner->imports = box;
         kvx_table_put(&core->imports, id, box);
-        gauges(core);
+        peers_update_gauges(core);
     }
     kvx_unlock(core);
     if (status != KVX_OK) {
@@ -277,7 +277,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
     if (status != KVX_PENDING) {
         KVX_ASSERT(status != KVX_OK);
         kvx_lock(core);
-        import_unlink(core, box);
+        peers_import_unlink(core, box);
         kvx_ring_unreserve(&core->ring, 1);
         kvx_unlock(core);
         kvx_vault_give(box);
@@ -293,10 +293,10 @@ void kvx_import_done(kvx_import *import, int status, int sys_errno) {
     kvx_core *core = ((peer_box *)import->peer)->core;
     kvx_lock(core);
     KVX_ASSERT(import->token != 0);
-    bool signal = answer_import(core, box, status, sys_errno);
+    bool signal = peers_complete_import(core, box, status, sys_errno);
     if (status != KVX_OK) {
         kvx_table_remove(&core->imports, import->id);
-        gauges(core);
+        peers_update_gauges(core);
     }
     signal |= kvx_import_maybe_drop(core, box);
     kvx_unlock_signal(core, signal);
@@ -331,7 +331,7 @@ int kvx_import_query(kvx_engine *engine, uint64_t import, kvx_import_info *info_
 }
 
 /* With the lock held. */
-static int look(kvx_core *core, uint64_t import) {
+static int peers_view_check(kvx_core *core, uint64_t import) {
     import_box *box = kvx_table_get(&core->imports, import);
     if (box == NULL || box->state != IMPORT_READY) {
         return KVX_E_NO_IMPORT;
@@ -350,7 +350,7 @@ static int look(kvx_core *core, uint64_t import) {
 }
 
 /* With the lock held: the view whose addresses go now, NULL when somebody else takes care of them. */
-static view_box *look_away(kvx_core *core, uint64_t import) {
+static view_box *peers_view_detach(kvx_core *core, uint64_t import) {
     view_box *view = kvx_table_get(&core->views, import);
     if (view == NULL || view->dropping) {
         if (view != NULL) {
@@ -362,7 +362,7 @@ static view_box *look_away(kvx_core *core, uint64_t import) {
     return view;
 }
 
-static void view_free(view_box *view) {
+static void peers_view_free(view_box *view) {
     if (view != NULL && view->zeros) {
         munmap(view->base, view->length);
     }
@@ -375,12 +375,12 @@ int kvx_import_viewed(kvx_engine *engine, uint64_t import, uint32_t viewed) {
     int status = KVX_OK;
     kvx_lock(core);
     if (viewed) {
-        status = look(core, import);
+        status = peers_view_check(core, import);
     } else {
-        over = look_away(core, import);
+        over = peers_view_detach(core, import);
     }
     kvx_unlock(core);
-    view_free(over);
+    peers_view_free(over);
     return status;
 }
 
@@ -408,7 +408,7 @@ void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length)
         view = NULL;
     }
     kvx_unlock(core);
-    view_free(view);
+    peers_view_free(view);
 }
 
 void kvx_views_forget(kvx_core *core) {
@@ -435,7 +435,7 @@ int kvx_import_release(kvx_engine *engine, uint64_t import) {
     bool signal = false;
     if (box != NULL) {
         box->released = true;
-        gauges(core);
+        peers_update_gauges(core);
         signal = kvx_import_maybe_drop(core, box);
     }
     kvx_unlock_signal(core, signal);
@@ -464,7 +464,7 @@ void kvx_deferred_run(kvx_core *core) {
             kvx_slot *slot = &core->slots[((peer_box *)import->import.peer)->slot];
             slot->ops.peer_close(slot->transport, import->import.peer, &import->import);
             kvx_lock(core);
-            import_unlink(core, import);
+            peers_import_unlink(core, import);
             kvx_unlock(core);
             kvx_vault_give(import);
         } else if (peer != NULL) {
@@ -482,11 +482,11 @@ bool kvx_peers_sweep(kvx_core *core) {
     while (core->deferred_peers != NULL) {
         peer_box *box = core->deferred_peers;
         core->deferred_peers = box->deferred_next;
-        signal |= peer_end(core, box, KVX_E_CLOSED);
+        signal |= peers_peer_end(core, box, KVX_E_CLOSED);
     }
     peer_box *box;
     while ((box = kvx_table_any(&core->peers)) != NULL) {
-        signal |= peer_end(core, box, KVX_E_CLOSED);
+        signal |= peers_peer_end(core, box, KVX_E_CLOSED);
     }
     return signal;
 }

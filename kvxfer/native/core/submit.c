@@ -13,7 +13,7 @@ static __thread struct {
     bool done;
 } submitting;
 
-static op_box *box_take(kvx_core *core) {
+static op_box *submit_box_take(kvx_core *core) {
     op_box *box = core->free_first;
     if (box == NULL) {
         return calloc(1, sizeof(*box));
@@ -26,7 +26,7 @@ static op_box *box_take(kvx_core *core) {
 }
 
 /* With the lock held. Oldest first out: a late second completion of a box hits one that is not live. */
-static void box_put(kvx_core *core, op_box *box) {
+static void submit_box_put(kvx_core *core, op_box *box) {
     if (box->op.segments != box->small) {
         free(box->op.segments);
         free(box->first);
@@ -43,7 +43,7 @@ static void box_put(kvx_core *core, op_box *box) {
 }
 
 /* Looks everything up and makes the operation live; with the lock held. */
-static int box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p) {
+static int submit_box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p) {
     if (core->closing) {
         return KVX_E_CLOSED;
     }
@@ -82,7 +82,7 @@ static int box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p
     if (!kvx_ring_reserve(&core->ring, 1)) {
         return KVX_E_NOMEM;
     }
-    op_box *box = box_take(core);
+    op_box *box = submit_box_take(core);
     if (box == NULL) {
         kvx_ring_unreserve(&core->ring, 1);
         return KVX_E_NOMEM;
@@ -114,7 +114,7 @@ static int box_begin(kvx_core *core, const kvx_submit_args *args, op_box **box_p
 }
 
 /* The op is no longer live; with the lock held. True = signal. */
-static bool box_end(kvx_core *core, op_box *box) {
+static bool submit_box_end(kvx_core *core, op_box *box) {
     import_box *import = (import_box *)box->op.import;
     peer_box *peer = (peer_box *)import->import.peer;
     op_box *found = kvx_table_remove(&core->ops, box->op.token);
@@ -127,12 +127,12 @@ static bool box_end(kvx_core *core, op_box *box) {
     peer->ops--;
     KVX_GAUGE(core, inflight, core->ops.count);
     bool signal = import->released && kvx_import_maybe_drop(core, import);
-    box_put(core, box);
+    submit_box_put(core, box);
     return signal;
 }
 
 /* Checks every segment against both sides and merges neighbours; one pass. */
-static int segments_take(op_box *box, const kvx_segment *segments, uint32_t count, uint32_t *bad_p) {
+static int submit_segments_take(op_box *box, const kvx_segment *segments, uint32_t count, uint32_t *bad_p) {
     kvx_op *op = &box->op;
     uint64_t local_length = op->region ? op->region->length : 0;
     uint64_t remote_length = op->import->remote.length;
@@ -181,7 +181,7 @@ static int segments_take(op_box *box, const kvx_segment *segments, uint32_t coun
     return KVX_OK;
 }
 
-static int args_check(kvx_core *core, const kvx_submit_args *args, const kvx_segment *segments) {
+static int submit_args_check(kvx_core *core, const kvx_submit_args *args, const kvx_segment *segments) {
     if (args->kind != KVX_OP_PUT && args->kind != KVX_OP_GET) {
         return KVX_E_INVALID;
     }
@@ -196,11 +196,11 @@ static int args_check(kvx_core *core, const kvx_submit_args *args, const kvx_seg
 }
 
 /* Nothing was taken by the transport. */
-static int take_back(kvx_core *core, op_box *box, int status) {
+static int submit_undo(kvx_core *core, op_box *box, int status) {
     kvx_lock(core);
     core->transfers--;
     kvx_ring_unreserve(&core->ring, 1);
-    bool signal = box_end(core, box);
+    bool signal = submit_box_end(core, box);
     kvx_unlock_signal(core, signal);
     return status;
 }
@@ -208,22 +208,22 @@ static int take_back(kvx_core *core, op_box *box, int status) {
 int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segment *segments, uint64_t *token_p,
                int *inline_p, kvx_event *event_p) {
     kvx_core *core = &engine->core;
-    int status = args_check(core, args, segments);
+    int status = submit_args_check(core, args, segments);
     if (status != KVX_OK) {
         return status;
     }
     op_box *box = NULL;
     kvx_lock(core);
-    status = box_begin(core, args, &box);
+    status = submit_box_begin(core, args, &box);
     kvx_unlock(core);
     if (status != KVX_OK) {
         return status;
     }
     uint32_t bad = 0;
-    status = segments_take(box, segments, args->count, &bad);
+    status = submit_segments_take(box, segments, args->count, &bad);
     if (status != KVX_OK) {
         event_p->segment = (int32_t)bad;
-        return take_back(core, box, status);
+        return submit_undo(core, box, status);
     }
     kvx_slot *slot = &core->slots[box->slot];
     uint64_t token = box->op.token;
@@ -234,7 +234,7 @@ int kvx_submit(kvx_engine *engine, const kvx_submit_args *args, const kvx_segmen
     submitting.op = NULL;
     if (status != KVX_PENDING && status != KVX_OK) {
         KVX_ASSERT(!submitting.done);
-        return take_back(core, box, status);
+        return submit_undo(core, box, status);
     }
     *token_p = token;
     *inline_p = submitting.done;
@@ -245,7 +245,7 @@ bool kvx_op_in_submit(const kvx_op *op) {
     return submitting.op == op;
 }
 
-static void count_op(kvx_core *core, const op_box *box, int status, uint64_t bytes, bool inlined) {
+static void submit_count_op(kvx_core *core, const op_box *box, int status, uint64_t bytes, bool inlined) {
     kvx_transport_counters *row = &core->counters->row[box->slot];
     const kvx_op *op = &box->op;
     if (op->kind == KVX_OP_PUT) {
@@ -292,7 +292,7 @@ void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int 
     if (event.status == KVX_E_CANCELLED && core->closing) {
         event.status = KVX_E_CLOSED;
     }
-    count_op(core, box, event.status, bytes, inlined);
+    submit_count_op(core, box, event.status, bytes, inlined);
     if (inlined) {
         KVX_ASSERT(!submitting.done);
         submitting.done = true;
@@ -302,7 +302,7 @@ void kvx_op_complete(kvx_op *op, int status, uint64_t bytes, int sys_errno, int 
     } else {
         signal = kvx_ring_push(&core->ring, &event);
     }
-    signal |= box_end(core, box);
+    signal |= submit_box_end(core, box);
     kvx_unlock_signal(core, signal);
 }
 

@@ -5,12 +5,12 @@
 
 #include "transport.h"
 
-static uint32_t home(const kvx_table *table, uint64_t key) {
+static uint32_t table_home_slot(const kvx_table *table, uint64_t key) {
     return (uint32_t)((key * UINT64_C(0x9e3779b97f4a7c15)) >> 32) & (table->capacity - 1);
 }
 
-static void place(kvx_table *table, uint64_t key, void *value) {
-    uint32_t at = home(table, key);
+static void table_insert(kvx_table *table, uint64_t key, void *value) {
+    uint32_t at = table_home_slot(table, key);
     while (table->keys[at] != 0) {
         KVX_ASSERT(table->keys[at] != key);
         at = (at + 1) & (table->capacity - 1);
@@ -40,7 +40,7 @@ bool kvx_table_reserve(kvx_table *table, uint32_t extra) {
     grown.count = table->count;
     for (uint32_t i = 0; i < table->capacity; i++) {
         if (table->keys[i] != 0) {
-            place(&grown, table->keys[i], table->values[i]);
+            table_insert(&grown, table->keys[i], table->values[i]);
         }
     }
     kvx_table_free(table);
@@ -50,15 +50,15 @@ bool kvx_table_reserve(kvx_table *table, uint32_t extra) {
 
 void kvx_table_put(kvx_table *table, uint64_t key, void *value) {
     KVX_ASSERT(key != 0 && (uint64_t)(table->count + 1) * 4 <= (uint64_t)table->capacity * 3);
-    place(table, key, value);
+    table_insert(table, key, value);
     table->count++;
 }
 
-static int64_t find(const kvx_table *table, uint64_t key) {
+static int64_t table_find(const kvx_table *table, uint64_t key) {
     if (table->capacity == 0 || key == 0) {
         return -1;
     }
-    uint32_t at = home(table, key);
+    uint32_t at = table_home_slot(table, key);
     while (table->keys[at] != 0) {
         if (table->keys[at] == key) {
             return at;
@@ -69,12 +69,12 @@ static int64_t find(const kvx_table *table, uint64_t key) {
 }
 
 void *kvx_table_get(const kvx_table *table, uint64_t key) {
-    int64_t at = find(table, key);
+    int64_t at = table_find(table, key);
     return at < 0 ? NULL : table->values[at];
 }
 
 void *kvx_table_remove(kvx_table *table, uint64_t key) {
-    int64_t found = find(table, key);
+    int64_t found = table_find(table, key);
     if (found < 0) {
         return NULL;
     }
@@ -82,7 +82,7 @@ void *kvx_table_remove(kvx_table *table, uint64_t key) {
     uint32_t hole = (uint32_t)found;
     void *value = table->values[hole];
     for (uint32_t at = (hole + 1) & mask; table->keys[at] != 0; at = (at + 1) & mask) {
-        uint32_t wanted = home(table, table->keys[at]);
+        uint32_t wanted = table_home_slot(table, table->keys[at]);
         /* Move the follower into the hole unless its home lies cyclically in (hole, at]. */
         if (((at - wanted) & mask) >= ((at - hole) & mask)) {
             table->keys[hole] = table->keys[at];

@@ -53,19 +53,20 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static header *free_pieces[SHIFT_MAX + 1];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void before_fork(void) {
+static void vault_before_fork(void) {
     pthread_mutex_lock(&lock);
 }
 
-static void after_fork(void) {
+static void vault_after_fork(void) {
     pthread_mutex_unlock(&lock);
 }
 
-static void prepare(void) {
-    (void)pthread_atfork(before_fork, after_fork, after_fork); /* a child may give back what it inherited */
+static void vault_setup(void) {
+    (void)pthread_atfork(vault_before_fork, vault_after_fork,
+                         vault_after_fork); /* a child may give back what it inherited */
 }
 
-static void *map(size_t bytes) {
+static void *vault_map_pages(size_t bytes) {
     void *made = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) {
         return NULL;
@@ -75,8 +76,8 @@ static void *map(size_t bytes) {
 }
 
 /* With the lock held: pieces of a new chunk. */
-static bool cut(uint32_t shift) {
-    uint8_t *chunk = map(CHUNK_BYTES);
+static bool vault_carve_chunk(uint32_t shift) {
+    uint8_t *chunk = vault_map_pages(CHUNK_BYTES);
     for (size_t at = 0; chunk != NULL && at < CHUNK_BYTES; at += (size_t)1 << shift) {
         header *piece = (header *)(chunk + at);
         piece->next = free_pieces[shift];
@@ -85,18 +86,18 @@ static bool cut(uint32_t shift) {
     return chunk != NULL;
 }
 
-static header *take_alone(size_t bytes) {
+static header *vault_alloc_large(size_t bytes) {
     size_t whole = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-    header *piece = whole < bytes ? NULL : map(whole);
+    header *piece = whole < bytes ? NULL : vault_map_pages(whole);
     if (piece != NULL) {
         *piece = (header){.bytes = whole};
     }
     return piece;
 }
 
-static header *take_piece(uint32_t shift, size_t bytes) {
+static header *vault_alloc_small(uint32_t shift, size_t bytes) {
     pthread_mutex_lock(&lock);
-    header *piece = free_pieces[shift] != NULL || cut(shift) ? free_pieces[shift] : NULL;
+    header *piece = free_pieces[shift] != NULL || vault_carve_chunk(shift) ? free_pieces[shift] : NULL;
     if (piece != NULL) {
         free_pieces[shift] = piece->next;
         *piece = (header){.shift = shift, .bytes = bytes};
@@ -109,13 +110,13 @@ void *kvx_vault_take(size_t bytes) {
     if (bytes > SIZE_MAX - sizeof(header) - PAGE_BYTES) {
         return NULL;
     }
-    pthread_once(&once, prepare);
+    pthread_once(&once, vault_setup);
     bytes += sizeof(header);
     uint32_t shift = SHIFT_MIN;
     while (shift <= SHIFT_MAX && (size_t)1 << shift < bytes) {
         shift++;
     }
-    header *piece = shift > SHIFT_MAX ? take_alone(bytes) : take_piece(shift, bytes);
+    header *piece = shift > SHIFT_MAX ? vault_alloc_large(bytes) : vault_alloc_small(shift, bytes);
     if (piece == NULL) {
         return NULL;
     }

@@ -21,17 +21,17 @@
 
 static uint64_t process_number;
 
-static void process_number_draw(void) {
+static void hixl_device_process_id_init(void) {
     kvx_random(&process_number, sizeof process_number);
 }
 
 uint64_t kvx_hixl_process(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, process_number_draw);
+    pthread_once(&once, hixl_device_process_id_init);
     return process_number ^ (uint64_t)getpid(); /* a child of a fork is another process */
 }
 
-static void boot_id_read(uint8_t boot_id[16]) {
+static void hixl_device_boot_id_read(uint8_t boot_id[16]) {
     char text[64] = {0};
     int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     ssize_t got = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
@@ -54,7 +54,7 @@ static void boot_id_read(uint8_t boot_id[16]) {
 }
 
 int kvx_hixl_devices_open(hixl_transport *hixl, char *why, size_t why_size) {
-    boot_id_read(hixl->boot_id);
+    hixl_device_boot_id_read(hixl->boot_id);
     kvx_random(&hixl->epoch, sizeof hixl->epoch);
     int32_t pid = 0;
     hixl->pid = hixl->api->process_id(&pid, NULL) == KVX_OK && pid > 0 ? (uint32_t)pid : 0;
@@ -90,7 +90,7 @@ void kvx_hixl_devices_wake(hixl_transport *hixl) {
 /* -- engines ------------------------------------------------------------------------------------------------------ */
 
 /* Ours, and what the configuration adds: "key=value;key=value". `text` keeps the words. */
-static uint32_t options_make(const char *configured, char *text, size_t size, kvx_ascend_option *options) {
+static uint32_t hixl_device_options_make(const char *configured, char *text, size_t size, kvx_ascend_option *options) {
     uint32_t count = 0;
     bool pool = false;
     snprintf(text, size, "%s", configured == NULL ? "" : configured);
@@ -111,7 +111,8 @@ static uint32_t options_make(const char *configured, char *text, size_t size, kv
 }
 
 /* Why memory cannot be registered: our words, and what the library answered and said in this thread. */
-static void say(const hixl_transport *hixl, const kvx_region *region, uint32_t raw, const char *words) {
+static void hixl_device_set_error(const hixl_transport *hixl, const kvx_region *region, uint32_t raw,
+                                  const char *words) {
     if (region->why == NULL) {
         return;
     }
@@ -124,12 +125,12 @@ static void say(const hixl_transport *hixl, const kvx_region *region, uint32_t r
 }
 
 /* An engine that the library does not open is none; that is no link of anybody's, and no argument of the caller's. */
-static int of_opening(int status) {
+static int hixl_device_status_of_open(int status) {
     return status == KVX_E_LINK || status == KVX_E_INVALID ? KVX_E_UNSUPPORTED : status;
 }
 
 /* With open_lock held, for the first region of a device. */
-static int engine_open(hixl_device *device, const kvx_region *region) {
+static int hixl_device_engine_open(hixl_device *device, const kvx_region *region) {
     hixl_transport *hixl = device->hixl;
     kvx_ascend_option options[OPTIONS_MAX];
     char text[1024], why[256] = "";
@@ -138,7 +139,7 @@ static int engine_open(hixl_device *device, const kvx_region *region) {
     if (status == KVX_PENDING && (status = hixl->api->device_use(device->index, &raw)) == KVX_OK) {
         status = KVX_PENDING;
     }
-    uint32_t count = options_make(hixl->config->hixl_options, text, sizeof text, options);
+    uint32_t count = hixl_device_options_make(hixl->config->hixl_options, text, sizeof text, options);
     for (int i = 0; status == KVX_PENDING && i < PORT_TRIES; i++) {
         uint32_t fixed = hixl->config->hixl_engine_port;
         uint32_t port = fixed != 0 ? fixed + (uint32_t)device->index : kvx_hixl_free_port(hixl);
@@ -154,9 +155,9 @@ static int engine_open(hixl_device *device, const kvx_region *region) {
         status = taken ? KVX_PENDING : opened;
     }
     if (status != KVX_OK) {
-        say(hixl, region, raw, why);
+        hixl_device_set_error(hixl, region, raw, why);
     }
-    return of_opening(status);
+    return hixl_device_status_of_open(status);
 }
 
 /* -- memory ------------------------------------------------------------------------------------------------------- */
@@ -177,7 +178,7 @@ const hixl_arena *kvx_hixl_arena_of(const hixl_device *device, const kvx_region 
     return arena;
 }
 
-static int arena_add(hixl_device *device, const kvx_region *region) {
+static int hixl_device_arena_add(hixl_device *device, const kvx_region *region) {
     hixl_transport *hixl = device->hixl;
     uint32_t raw = 0;
     hixl_arena *arena = calloc(1, sizeof *arena);
@@ -194,7 +195,7 @@ static int arena_add(hixl_device *device, const kvx_region *region) {
             ? KVX_E_LIMIT
             : hixl->api->mem_register(device->engine, arena->base, arena->length, arena->where, &arena->handle, &raw);
     if (status != KVX_OK) {
-        say(hixl, region, raw, "");
+        hixl_device_set_error(hixl, region, raw, "");
         free(arena);
         return status == KVX_E_LINK ? KVX_E_DEVICE : status; /* nobody is connected by this */
     }
@@ -219,7 +220,7 @@ int kvx_hixl_mem_register(void *transport, kvx_region *region) {
         return KVX_OK; /* for other transports */
     }
     pthread_mutex_lock(&device->open_lock);
-    int status = engine_open(device, region);
+    int status = hixl_device_engine_open(device, region);
     if (status == KVX_OK) {
         pthread_mutex_lock(&hixl->lock);
         hixl_arena *known = (hixl_arena *)(uintptr_t)kvx_hixl_arena_of(device, region);
@@ -227,13 +228,13 @@ int kvx_hixl_mem_register(void *transport, kvx_region *region) {
             known->users++;
         }
         pthread_mutex_unlock(&hixl->lock);
-        status = known != NULL ? KVX_OK : arena_add(device, region);
+        status = known != NULL ? KVX_OK : hixl_device_arena_add(device, region);
     }
     pthread_mutex_unlock(&device->open_lock);
     return status;
 }
 
-static void arena_free(hixl_device *device, hixl_arena *arena) {
+static void hixl_device_arena_free(hixl_device *device, hixl_arena *arena) {
     uint32_t raw = 0;
     if (arena->key[0] != '\0') {
         (void)device->hixl->api->ipc_close(device->index, arena->key, &raw);
@@ -275,7 +276,7 @@ void kvx_hixl_region_forget(hixl_transport *hixl, const kvx_region *region) {
             arena->told -= kvx_table_remove(&conn->told, arena->id) != NULL;
         }
         pthread_mutex_unlock(&hixl->lock);
-        arena_free(device, arena);
+        hixl_device_arena_free(device, arena);
     }
     pthread_mutex_unlock(&device->open_lock);
 }
@@ -291,13 +292,13 @@ typedef struct closing {
     bool done, abandoned;
 } closing;
 
-static void closing_free(closing *one) {
+static void hixl_device_closing_free(closing *one) {
     pthread_cond_destroy(&one->done_signal);
     pthread_mutex_destroy(&one->lock);
     free(one);
 }
 
-static void *closing_main(void *argument) {
+static void *hixl_device_closing_main(void *argument) {
     closing *one = argument;
     (void)one->api->engine_close(one->engine, NULL);
     pthread_mutex_lock(&one->lock);
@@ -306,12 +307,12 @@ static void *closing_main(void *argument) {
     pthread_cond_signal(&one->done_signal);
     pthread_mutex_unlock(&one->lock);
     if (abandoned) {
-        closing_free(one);
+        hixl_device_closing_free(one);
     }
     return NULL;
 }
 
-static void until_in(struct timespec *until, uint32_t ms) {
+static void hixl_device_deadline_in(struct timespec *until, uint32_t ms) {
     clock_gettime(CLOCK_REALTIME, until);
     until->tv_sec += ms / 1000;
     until->tv_nsec += (long)(ms % 1000) * 1000000;
@@ -320,7 +321,7 @@ static void until_in(struct timespec *until, uint32_t ms) {
 }
 
 /* False: it is still at it, and the memory that it knows must stay. */
-static bool engine_close(hixl_device *device) {
+static bool hixl_device_engine_close(hixl_device *device) {
     hixl_transport *hixl = device->hixl;
     struct timespec until;
     closing *one = calloc(1, sizeof *one);
@@ -331,11 +332,11 @@ static bool engine_close(hixl_device *device) {
     pthread_cond_init(&one->done_signal, NULL);
     one->api = hixl->api;
     one->engine = device->engine;
-    if (!kvx_hixl_thread(closing_main, one)) {
-        closing_free(one);
+    if (!kvx_hixl_thread(hixl_device_closing_main, one)) {
+        hixl_device_closing_free(one);
         return false;
     }
-    until_in(&until, hixl->config->cancel_ms);
+    hixl_device_deadline_in(&until, hixl->config->cancel_ms);
     pthread_mutex_lock(&one->lock);
     int waited = 0;
     while (!one->done && waited == 0) {
@@ -345,22 +346,22 @@ static bool engine_close(hixl_device *device) {
     one->abandoned = !done;
     pthread_mutex_unlock(&one->lock);
     if (done) {
-        closing_free(one);
+        hixl_device_closing_free(one);
     }
     return done;
 }
 
-static void device_close(hixl_device *device) {
+static void hixl_device_close(hixl_device *device) {
     hixl_transport *hixl = device->hixl;
     for (hixl_arena *arena = device->arenas; arena != NULL && !hixl->stuck; arena = arena->next) {
         (void)hixl->api->mem_deregister(device->engine, arena->handle, NULL);
     }
-    bool gone = device->engine == NULL || (!hixl->stuck && engine_close(device));
+    bool gone = device->engine == NULL || (!hixl->stuck && hixl_device_engine_close(device));
     while (device->arenas != NULL) {
         hixl_arena *arena = device->arenas;
         device->arenas = arena->next;
         if (gone && arena->told == 0) {
-            arena_free(device, arena);
+            hixl_device_arena_free(device, arena);
         } else { /* something may still move there, or a neighbour has it mapped: it stays as it is */
             kvx_arena_abandon(hixl->core, arena->id);
             free(arena);
@@ -373,6 +374,6 @@ static void device_close(hixl_device *device) {
 
 void kvx_hixl_devices_close(hixl_transport *hixl) {
     for (uint32_t i = 0; i < hixl->device_count; i++) {
-        device_close(&hixl->devices[i]);
+        hixl_device_close(&hixl->devices[i]);
     }
 }

@@ -19,12 +19,12 @@ uint32_t kvx_hixl_zombies(void) {
 
 /* -- calls --------------------------------------------------------------------------------------------------------- */
 
-static void call_free(hixl_call *call) {
+static void hixl_link_call_free(hixl_call *call) {
     pthread_mutex_destroy(&call->lock);
     free(call);
 }
 
-static int call_make(hixl_call *call) {
+static int hixl_link_call_make(hixl_call *call) {
     const kvx_ascend_api *api = call->api;
     int status;
     if (call->route == HIXL_BY_NETWORK) {
@@ -41,9 +41,9 @@ static int call_make(hixl_call *call) {
     return status;
 }
 
-static void *call_main(void *argument) {
+static void *hixl_link_call_main(void *argument) {
     hixl_call *call = argument;
-    call->status = call_make(call);
+    call->status = hixl_link_call_make(call);
     pthread_mutex_lock(&call->lock);
     if (call->overdue) {
         atomic_fetch_sub(&zombies, 1);
@@ -61,7 +61,7 @@ static void *call_main(void *argument) {
     }
     pthread_mutex_unlock(&call->lock);
     if (abandoned) {
-        call_free(call);
+        hixl_link_call_free(call);
     }
     return NULL;
 }
@@ -80,9 +80,9 @@ bool kvx_hixl_thread(void *(*run)(void *), void *argument) {
     return result == 0;
 }
 
-static void link_do(hixl_link *link, uint32_t todo, uint64_t now_ms);
+static void hixl_link_run_actions(hixl_link *link, uint32_t todo, uint64_t now_ms);
 
-static void call_start(hixl_link *link, bool disconnects, uint64_t now_ms) {
+static void hixl_link_call_start(hixl_link *link, bool disconnects, uint64_t now_ms) {
     hixl_device *device = link->device;
     hixl_call *call = calloc(1, sizeof *call);
     if (call != NULL) {
@@ -98,16 +98,16 @@ static void call_start(hixl_link *link, bool disconnects, uint64_t now_ms) {
         call->timeout_ms = (int32_t)(disconnects ? link->machine.disconnect_ms : link->machine.connect_ms);
         memcpy(call->remote, link->remote, sizeof call->remote);
         link->call = call;
-        if (kvx_hixl_thread(call_main, call)) {
+        if (kvx_hixl_thread(hixl_link_call_main, call)) {
             return;
         }
         link->call = NULL;
-        call_free(call);
+        hixl_link_call_free(call);
     }
-    link_do(link, hixl_machine_returned(&link->machine, now_ms, KVX_E_NOMEM), now_ms);
+    hixl_link_run_actions(link, kvx_hixl_machine_returned(&link->machine, now_ms, KVX_E_NOMEM), now_ms);
 }
 
-static void call_taken(hixl_call *call, uint64_t now_ms) {
+static void hixl_link_call_collect(hixl_call *call, uint64_t now_ms) {
     hixl_link *link = call->link;
     link->call = NULL;
     if (call->route == HIXL_BY_COPY) {
@@ -119,8 +119,8 @@ static void call_taken(hixl_call *call, uint64_t now_ms) {
     }
     pthread_mutex_lock(&call->lock); /* its thread may still hold it */
     pthread_mutex_unlock(&call->lock);
-    link_do(link, hixl_machine_returned(&link->machine, now_ms, call->status), now_ms);
-    call_free(call);
+    hixl_link_run_actions(link, kvx_hixl_machine_returned(&link->machine, now_ms, call->status), now_ms);
+    hixl_link_call_free(call);
 }
 
 void kvx_hixl_calls_returned(hixl_device *device, uint64_t now_ms) {
@@ -134,7 +134,7 @@ void kvx_hixl_calls_returned(hixl_device *device, uint64_t now_ms) {
         if (call == NULL) {
             return;
         }
-        call_taken(call, now_ms);
+        hixl_link_call_collect(call, now_ms);
     }
 }
 
@@ -142,7 +142,7 @@ void kvx_hixl_calls_returned(hixl_device *device, uint64_t now_ms) {
  */
 
 /* Any peer that uses the link and is alive can say whether the process behind it is well. */
-static void ping(hixl_link *link, uint64_t now_ms) {
+static void hixl_link_send_ping(hixl_link *link, uint64_t now_ms) {
     hixl_transport *hixl = link->device->hixl;
     pthread_mutex_lock(&hixl->lock);
     hixl_peer *found = NULL;
@@ -163,12 +163,12 @@ static void ping(hixl_link *link, uint64_t now_ms) {
     }
     pthread_mutex_unlock(&hixl->lock);
     if (found == NULL) {
-        link_do(link, hixl_machine_pong(&link->machine, now_ms, KVX_E_PEER_LOST), now_ms);
+        hixl_link_run_actions(link, kvx_hixl_machine_pong(&link->machine, now_ms, KVX_E_PEER_LOST), now_ms);
     }
 }
 
 /* What is registered by now is what the connection will know. */
-static void versions_note(hixl_link *link) {
+static void hixl_link_versions_note(hixl_link *link) {
     hixl_transport *hixl = link->device->hixl;
     pthread_mutex_lock(&hixl->lock);
     link->local_version = link->device->version;
@@ -176,7 +176,7 @@ static void versions_note(hixl_link *link) {
     link->remote_version = link->known_version;
 }
 
-static void overdue(hixl_link *link) {
+static void hixl_link_on_overdue(hixl_link *link) {
     hixl_call *call = link->call;
     if (call == NULL) {
         return;
@@ -195,9 +195,9 @@ static void overdue(hixl_link *link) {
     pthread_mutex_unlock(&call->lock);
 }
 
-static void link_do(hixl_link *link, uint32_t todo, uint64_t now_ms) {
+static void hixl_link_run_actions(hixl_link *link, uint32_t todo, uint64_t now_ms) {
     if (link->machine.state == HIXL_ZOMBIE) {
-        overdue(link);
+        hixl_link_on_overdue(link);
     }
     if (todo & HIXL_DO_SETTLE) {
         kvx_hixl_xfer_settle(link);
@@ -207,15 +207,15 @@ static void link_do(hixl_link *link, uint32_t todo, uint64_t now_ms) {
     }
     if (todo & HIXL_DO_PING) {
         link->raw = 0; /* from here on it is about what comes */
-        ping(link, now_ms);
+        hixl_link_send_ping(link, now_ms);
     }
     if (todo & HIXL_DO_CONNECT) {
         link->raw = 0;
-        versions_note(link);
-        call_start(link, false, now_ms);
+        hixl_link_versions_note(link);
+        hixl_link_call_start(link, false, now_ms);
     }
     if (todo & HIXL_DO_DISCONNECT) {
-        call_start(link, true, now_ms);
+        hixl_link_call_start(link, true, now_ms);
     }
 }
 
@@ -224,11 +224,11 @@ void kvx_hixl_link_want(hixl_link *link, uint64_t now_ms) {
         return;
     }
     bool refused = kvx_hixl_zombies() >= HIXL_ZOMBIES_MAX;
-    link_do(link, hixl_machine_want(&link->machine, now_ms, refused), now_ms);
+    hixl_link_run_actions(link, kvx_hixl_machine_want(&link->machine, now_ms, refused), now_ms);
 }
 
 void kvx_hixl_link_fail(hixl_link *link, uint64_t now_ms, bool broken) {
-    link_do(link, hixl_machine_fail(&link->machine, now_ms, broken), now_ms);
+    hixl_link_run_actions(link, kvx_hixl_machine_fail(&link->machine, now_ms, broken), now_ms);
 }
 
 void kvx_hixl_link_turn(hixl_link *link, uint64_t now_ms) {
@@ -241,17 +241,17 @@ void kvx_hixl_link_turn(hixl_link *link, uint64_t now_ms) {
         int status = lost ? KVX_E_PEER_LOST : peer->pong_status;
         pthread_mutex_unlock(&hixl->lock);
         if (lost || answered) {
-            link_do(link, hixl_machine_pong(&link->machine, now_ms, status), now_ms);
+            hixl_link_run_actions(link, kvx_hixl_machine_pong(&link->machine, now_ms, status), now_ms);
         }
     }
-    link_do(link, hixl_machine_time(&link->machine, now_ms), now_ms);
+    hixl_link_run_actions(link, kvx_hixl_machine_time(&link->machine, now_ms), now_ms);
 }
 
 /* -- which way ------------------------------------------------------------------------------------------------------
  */
 
 /* May `device` copy to and from that device of this host by itself? */
-static bool neighbours(hixl_device *device, int32_t physical) {
+static bool hixl_link_can_copy_directly(hixl_device *device, int32_t physical) {
     hixl_transport *hixl = device->hixl;
     if (device->physical == physical) {
         return true;
@@ -265,13 +265,15 @@ static bool neighbours(hixl_device *device, int32_t physical) {
     return false; /* not one that this process sees */
 }
 
-static int route_for(hixl_device *device, const hixl_location *location, hixl_route *route_p, char *name, size_t size) {
+static int hixl_link_route_for(hixl_device *device, const hixl_location *location, hixl_route *route_p, char *name,
+                               size_t size) {
     hixl_transport *hixl = device->hixl;
     bool here = memcmp(location->boot_id, hixl->boot_id, sizeof hixl->boot_id) == 0;
     bool inside = here && location->process == kvx_hixl_process();
     bool copies = !(hixl->config->flags & KVX_ENGINE_NO_IPC);
     bool reaches = inside || location->key[0] != '\0';
-    if (here && copies && reaches && (location->kind != KVX_MEM_HBM || neighbours(device, location->physical))) {
+    if (here && copies && reaches &&
+        (location->kind != KVX_MEM_HBM || hixl_link_can_copy_directly(device, location->physical))) {
         *route_p = HIXL_BY_COPY;
         snprintf(name, size, "copy %016llx %d", (unsigned long long)location->epoch, location->physical);
         return KVX_OK;
@@ -282,7 +284,7 @@ static int route_for(hixl_device *device, const hixl_location *location, hixl_ro
     return here && device->physical == location->physical ? KVX_E_UNSUPPORTED : KVX_OK;
 }
 
-static hixl_link *link_new(hixl_device *device, hixl_route route, const char *name, hixl_peer *copier) {
+static hixl_link *hixl_link_new(hixl_device *device, hixl_route route, const char *name, hixl_peer *copier) {
     const kvx_engine_config *config = device->hixl->config;
     hixl_link *link = device->link_count >= HIXL_LINKS_MAX ? NULL : calloc(1, sizeof *link);
     if (link == NULL) {
@@ -293,8 +295,8 @@ static hixl_link *link_new(hixl_device *device, hixl_route route, const char *na
     link->copier = copier;
     link->window = HIXL_WINDOW_MIN;
     memcpy(link->remote, name, strlen(name));
-    hixl_machine_init(&link->machine, route == HIXL_BY_NETWORK, config->connect_ms, config->connect_ms,
-                      config->connect_ms);
+    kvx_hixl_machine_init(&link->machine, route == HIXL_BY_NETWORK, config->connect_ms, config->connect_ms,
+                          config->connect_ms);
     link->next = device->links;
     device->links = link;
     device->link_count++;
@@ -308,7 +310,7 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
     char name[HIXL_ENGINE_TEXT];
     hixl_link *link = import->links[device->index];
     if (link == NULL) {
-        int status = route_for(device, location, &route, name, sizeof name);
+        int status = hixl_link_route_for(device, location, &route, name, sizeof name);
         if (status != KVX_OK) {
             return status;
         }
@@ -317,7 +319,7 @@ int kvx_hixl_link_for(hixl_device *device, hixl_import *import, hixl_link **link
         while (link != NULL && (strcmp(link->remote, name) != 0 || link->copier != copier)) {
             link = link->next;
         }
-        if (link == NULL && (link = link_new(device, route, name, copier)) == NULL) {
+        if (link == NULL && (link = hixl_link_new(device, route, name, copier)) == NULL) {
             return device->link_count >= HIXL_LINKS_MAX ? KVX_E_LIMIT : KVX_E_NOMEM;
         }
         pthread_mutex_lock(&hixl->lock);
@@ -352,7 +354,7 @@ bool kvx_hixl_link_over(const hixl_link *link) {
            link->call == NULL;
 }
 
-static void mapped_no_more(hixl_link *link) {
+static void hixl_link_unmap_all(hixl_link *link) {
     hixl_peer *peer = link->copier;
     hixl_transport *hixl = link->device->hixl;
     if (peer == NULL) {
@@ -375,7 +377,7 @@ void kvx_hixl_link_free(hixl_link *link) {
     device->link_count--;
     if (link->machine.state == HIXL_DOWN) { /* otherwise its stream may still use them */
         kvx_hixl_maps_drop(link);
-        mapped_no_more(link);
+        hixl_link_unmap_all(link);
     }
     free(link);
 }
@@ -404,7 +406,7 @@ bool kvx_hixl_links_close(hixl_device *device) {
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
         hixl_call *call = link->call;
         if (call != NULL) {
-            overdue(link);
+            hixl_link_on_overdue(link);
             pthread_mutex_lock(&call->lock);
             call->abandoned = true;
             pthread_mutex_unlock(&call->lock);
@@ -415,7 +417,7 @@ bool kvx_hixl_links_close(hixl_device *device) {
     while (device->returned != NULL) { /* in this very moment: its thread did not see that it was abandoned */
         hixl_call *call = device->returned;
         device->returned = call->next;
-        call_free(call);
+        hixl_link_call_free(call);
     }
     return clean;
 }

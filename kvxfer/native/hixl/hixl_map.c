@@ -11,7 +11,7 @@
 /* -- pieces ---------------------------------------------------------------------------------------------------------
  */
 
-static int map_take(hixl_device *device, const char *key, hixl_map **map_p) {
+static int hixl_map_acquire(hixl_device *device, const char *key, hixl_map **map_p) {
     hixl_map *map = device->maps;
     while (map != NULL && strcmp(map->key, key) != 0) {
         map = map->next;
@@ -34,7 +34,7 @@ static int map_take(hixl_device *device, const char *key, hixl_map **map_p) {
     return KVX_OK;
 }
 
-static void map_give(hixl_device *device, hixl_map *map) {
+static void hixl_map_release(hixl_device *device, hixl_map *map) {
     if (--map->users != 0) {
         return;
     }
@@ -52,7 +52,7 @@ static void map_give(hixl_device *device, hixl_map *map) {
 
 void kvx_hixl_maps_drop(hixl_link *link) {
     while (link->map_count > 0) {
-        map_give(link->device, link->maps[--link->map_count]);
+        hixl_map_release(link->device, link->maps[--link->map_count]);
     }
 }
 
@@ -73,7 +73,7 @@ int kvx_hixl_link_map(hixl_link *link, const hixl_location *location, uint64_t *
             }
             kvx_hixl_maps_drop(link);
         }
-        int status = map_take(link->device, location->key, &map);
+        int status = hixl_map_acquire(link->device, location->key, &map);
         if (status != KVX_OK) {
             return status;
         }
@@ -86,7 +86,7 @@ int kvx_hixl_link_map(hixl_link *link, const hixl_location *location, uint64_t *
 /* -- of the application ---------------------------------------------------------------------------------------------
  */
 
-static hixl_device *device_like(hixl_transport *hixl, int32_t physical) {
+static hixl_device *hixl_map_device_find(hixl_transport *hixl, int32_t physical) {
     for (uint32_t i = 0; i < hixl->device_count; i++) {
         if (hixl->devices[i].physical == physical) {
             return &hixl->devices[i];
@@ -98,7 +98,7 @@ static hixl_device *device_like(hixl_transport *hixl, int32_t physical) {
 void kvx_hixl_view_begin(hixl_import *import) {
     hixl_transport *hixl = import->peer->hixl;
     const hixl_location *location = &import->location;
-    hixl_device *device = device_like(hixl, location->physical);
+    hixl_device *device = hixl_map_device_find(hixl, location->physical);
     bool here = memcmp(location->boot_id, hixl->boot_id, sizeof hixl->boot_id) == 0;
     if (!here || device == NULL || location->kind != KVX_MEM_HBM) {
         kvx_import_done(import->import, KVX_E_UNSUPPORTED, 0);
@@ -119,12 +119,12 @@ void kvx_hixl_view_begin(hixl_import *import) {
 
 void kvx_hixl_view_end(hixl_import *import) {
     hixl_transport *hixl = import->peer->hixl;
-    hixl_device *device = device_like(hixl, import->location.physical);
+    hixl_device *device = hixl_map_device_find(hixl, import->location.physical);
     import->view = HIXL_TO_UNMAP;
     kvx_core_wake(hixl->core, hixl->slot, (uint32_t)device->index + 1);
 }
 
-static hixl_import *view_to_do(hixl_device *device) {
+static hixl_import *hixl_map_view_pending(hixl_device *device) {
     pthread_mutex_lock(&device->hixl->lock);
     hixl_import *import = device->views;
     while (import != NULL && import->view == HIXL_SEEN) {
@@ -135,7 +135,7 @@ static hixl_import *view_to_do(hixl_device *device) {
 }
 
 /* With the lock held. */
-static void view_forget(hixl_device *device, hixl_import *import) {
+static void hixl_map_view_forget(hixl_device *device, hixl_import *import) {
     hixl_import **at = &device->views;
     while (*at != import) {
         at = &(*at)->view_next;
@@ -148,9 +148,9 @@ static void view_forget(hixl_device *device, hixl_import *import) {
     }
 }
 
-static void view_map(hixl_device *device, hixl_import *import) {
+static void hixl_map_view_map(hixl_device *device, hixl_import *import) {
     hixl_map *map = NULL;
-    int status = map_take(device, import->location.key, &map);
+    int status = hixl_map_acquire(device, import->location.key, &map);
     pthread_mutex_lock(&device->hixl->lock);
     kvx_import *kvx = import->import;
     if (status == KVX_OK) {
@@ -163,28 +163,28 @@ static void view_map(hixl_device *device, hixl_import *import) {
             import->view = HIXL_TO_UNMAP;
         }
     } else {
-        view_forget(device, import);
+        hixl_map_view_forget(device, import);
     }
     kvx_import_done(kvx, status, 0);
     pthread_mutex_unlock(&device->hixl->lock);
 }
 
-static void view_unmap(hixl_device *device, hixl_import *import) {
-    map_give(device, import->mapped);
+static void hixl_map_view_unmap(hixl_device *device, hixl_import *import) {
+    hixl_map_release(device, import->mapped);
     pthread_mutex_lock(&device->hixl->lock);
     import->mapped = NULL;
-    view_forget(device, import);
+    hixl_map_view_forget(device, import);
     kvx_hixl_import_end(import);
     pthread_mutex_unlock(&device->hixl->lock);
 }
 
 void kvx_hixl_views_turn(hixl_device *device) {
     hixl_import *import;
-    while ((import = view_to_do(device)) != NULL) {
+    while ((import = hixl_map_view_pending(device)) != NULL) {
         if (import->view == HIXL_TO_MAP) {
-            view_map(device, import);
+            hixl_map_view_map(device, import);
         } else {
-            view_unmap(device, import);
+            hixl_map_view_unmap(device, import);
         }
     }
 }
@@ -194,9 +194,9 @@ void kvx_hixl_views_close(hixl_device *device) {
     while (device->views != NULL) {
         hixl_import *import = device->views;
         if (import->mapped != NULL) {
-            map_give(device, import->mapped);
+            hixl_map_release(device, import->mapped);
             import->mapped = NULL;
         }
-        view_forget(device, import);
+        hixl_map_view_forget(device, import);
     }
 }

@@ -13,7 +13,7 @@
 
 /* -- attachments; with the lock held ------------------------------------------------------------------------------ */
 
-static bool attached_already(const hixl_transport *hixl, const hixl_conn *conn, uint64_t grant) {
+static bool hixl_owner_attach_exists(const hixl_transport *hixl, const hixl_conn *conn, uint64_t grant) {
     for (const hixl_attach *at = kvx_table_get(&hixl->grants, grant); at != NULL; at = at->next) {
         if (at->conn == conn) {
             return true;
@@ -22,7 +22,7 @@ static bool attached_already(const hixl_transport *hixl, const hixl_conn *conn, 
     return false;
 }
 
-static bool attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant *grant) {
+static bool hixl_owner_attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant *grant) {
     hixl_transport *hixl = conn->hixl;
     hixl_attach *attach = kvx_vault_take(sizeof *attach);
     if (attach == NULL || !kvx_table_reserve(&conn->attached, 1) || !kvx_table_reserve(&hixl->grants, 1)) {
@@ -33,7 +33,7 @@ static bool attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant 
     attach->handle = frame->op;
     attach->grant = grant->id;
     memcpy(attach->key, grant->key, sizeof attach->key);
-    if (!attached_already(hixl, conn, grant->id)) {
+    if (!hixl_owner_attach_exists(hixl, conn, grant->id)) {
         kvx_grant_attach(hixl->core, grant->id);
     }
     attach->next = kvx_table_remove(&hixl->grants, grant->id);
@@ -46,17 +46,17 @@ static bool attach_new(hixl_conn *conn, const kvx_frame *frame, const kvx_grant 
 }
 
 /* Its connection does not count any more. */
-static void attach_leave(hixl_attach *attach, bool lost) {
+static void hixl_owner_attach_unlink(hixl_attach *attach, bool lost) {
     hixl_conn *conn = attach->conn;
     kvx_table_remove(&conn->attached, attach->handle);
     attach->conn = NULL;
-    if (!attached_already(conn->hixl, conn, attach->grant)) {
+    if (!hixl_owner_attach_exists(conn->hixl, conn, attach->grant)) {
         kvx_grant_detach(conn->hixl->core, attach->grant, lost);
     }
 }
 
 /* And nothing moves through it any more. */
-static void attach_end(hixl_transport *hixl, hixl_attach *attach) {
+static void hixl_owner_attach_end(hixl_transport *hixl, hixl_attach *attach) {
     if (attach->next != NULL) {
         attach->next->previous = attach->previous;
     }
@@ -76,7 +76,7 @@ static void attach_end(hixl_transport *hixl, hixl_attach *attach) {
 
 /* -- answers ------------------------------------------------------------------------------------------------------ */
 
-static void acknowledge(hixl_conn *conn, uint64_t op, int status, const uint8_t *key) {
+static void hixl_owner_send_ack(hixl_conn *conn, uint64_t op, int status, const uint8_t *key) {
     kvx_frame frame = {.type = KVX_FRAME_ACK,
                        .flags = key == NULL ? KVX_FRAME_F_BARE : 0,
                        .status = kvx_refusal_told(status),
@@ -88,7 +88,7 @@ static void acknowledge(hixl_conn *conn, uint64_t op, int status, const uint8_t 
     kvx_hixl_send(conn, &frame, key, NULL);
 }
 
-static void proved(hixl_conn *conn) {
+static void hixl_owner_on_authenticated(hixl_conn *conn) {
     if (!conn->proved) {
         conn->proved = true;
         conn->deadline_ms = 0;
@@ -100,7 +100,7 @@ static void proved(hixl_conn *conn) {
 }
 
 /* Of all side links, those of one grant have a half: who holds one descriptor does not keep out who holds another. */
-static bool has_place(hixl_conn *conn, uint64_t grant) {
+static bool hixl_owner_has_capacity(hixl_conn *conn, uint64_t grant) {
     const hixl_transport *hixl = conn->hixl;
     const uint32_t most = hixl->accepted_max / 2 > HIXL_HOLDER_MIN ? hixl->accepted_max / 2 : HIXL_HOLDER_MIN;
     uint32_t uses = 0;
@@ -115,7 +115,7 @@ static bool has_place(hixl_conn *conn, uint64_t grant) {
 
 /* -- ATTACH ------------------------------------------------------------------------------------------------------- */
 
-static int locate(hixl_transport *hixl, const kvx_access *access, hixl_location *location) {
+static int hixl_owner_location_of(hixl_transport *hixl, const kvx_access *access, hixl_location *location) {
     const kvx_region *region = access->grant->region;
     hixl_device *device = kvx_hixl_device_of(hixl, region);
     const hixl_arena *arena = device == NULL ? NULL : kvx_hixl_arena_of(device, region);
@@ -138,7 +138,7 @@ static int locate(hixl_transport *hixl, const kvx_access *access, hixl_location 
 }
 
 /* The peer may map this arena from now on, until its side link ends. False: out of memory, it has to go another way. */
-static bool tell(hixl_conn *conn, hixl_arena *arena) {
+static bool hixl_owner_arena_expose(hixl_conn *conn, hixl_arena *arena) {
     if (kvx_table_get(&conn->told, arena->id) != NULL) {
         return true;
     }
@@ -151,7 +151,7 @@ static bool tell(hixl_conn *conn, hixl_arena *arena) {
 }
 
 /* Its end of the side link is closed, which comes after the last thing that it had mapped. */
-static void untell(hixl_conn *conn) {
+static void hixl_owner_arena_conceal_all(hixl_conn *conn) {
     hixl_arena *arena;
     while ((arena = kvx_table_any(&conn->told)) != NULL) {
         kvx_table_remove(&conn->told, arena->id);
@@ -160,7 +160,7 @@ static void untell(hixl_conn *conn) {
 }
 
 /* Is the key of this arena for whoever asks: a process of this host, that says which one? */
-static hixl_arena *key_for(hixl_conn *conn, const kvx_region *region) {
+static hixl_arena *hixl_owner_key_for(hixl_conn *conn, const kvx_region *region) {
     hixl_transport *hixl = conn->hixl;
     bool neighbour = memcmp(kvx_rx_units(&conn->rx), hixl->boot_id, sizeof hixl->boot_id) == 0;
     if (!neighbour || conn->rx.frame.segment == 0 || hixl->config->flags & KVX_ENGINE_NO_IPC) {
@@ -171,7 +171,7 @@ static hixl_arena *key_for(hixl_conn *conn, const kvx_region *region) {
 }
 
 /* With the lock held, which is let go meanwhile: the driver admits that process alone. The access keeps the arena. */
-static bool admit(hixl_conn *conn, hixl_attach *attach, const kvx_access *access, const char *key) {
+static bool hixl_owner_allow_import(hixl_conn *conn, hixl_attach *attach, const kvx_access *access, const char *key) {
     hixl_transport *hixl = conn->hixl;
     const hixl_device *device = kvx_hixl_device_of(hixl, access->grant->region);
     attach->opening = true;
@@ -182,24 +182,25 @@ static bool admit(hixl_conn *conn, hixl_attach *attach, const kvx_access *access
     return status == KVX_OK;
 }
 
-static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *location) {
+static int hixl_owner_attach(hixl_conn *conn, const kvx_access *access, hixl_location *location) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     int status = kvx_access_allow(access, (uint32_t)frame->tag);
     status = status == KVX_OK ? kvx_access_claim(access, frame->value) : status;
-    if (status == KVX_OK && (conn->attached.count >= hixl->config->grants_max || !has_place(conn, frame->grant))) {
+    if (status == KVX_OK &&
+        (conn->attached.count >= hixl->config->grants_max || !hixl_owner_has_capacity(conn, frame->grant))) {
         status = KVX_E_REFUSED;
     }
-    status = status == KVX_OK ? locate(hixl, access, location) : status;
-    if (status == KVX_OK && !attach_new(conn, frame, access->grant)) {
+    status = status == KVX_OK ? hixl_owner_location_of(hixl, access, location) : status;
+    if (status == KVX_OK && !hixl_owner_attach_new(conn, frame, access->grant)) {
         status = KVX_E_NOMEM;
     }
-    hixl_arena *arena = status == KVX_OK ? key_for(conn, access->grant->region) : NULL;
+    hixl_arena *arena = status == KVX_OK ? hixl_owner_key_for(conn, access->grant->region) : NULL;
     bool admitted = arena != NULL && kvx_table_get(&conn->told, arena->id) != NULL;
-    if (arena != NULL && tell(conn, arena)) {
+    if (arena != NULL && hixl_owner_arena_expose(conn, arena)) {
         char key[sizeof arena->key];
         memcpy(key, arena->key, sizeof key);
-        if (admitted || admit(conn, kvx_table_get(&conn->attached, frame->op), access, key)) {
+        if (admitted || hixl_owner_allow_import(conn, kvx_table_get(&conn->attached, frame->op), access, key)) {
             memcpy(location->key, key, sizeof key);
         } else { /* it goes another way */
             kvx_table_remove(&conn->told, arena->id);
@@ -209,13 +210,13 @@ static int let_in(hixl_conn *conn, const kvx_access *access, hixl_location *loca
     return status;
 }
 
-static void ask_back(hixl_attach *attach) {
+static void hixl_owner_send_revoke(hixl_attach *attach) {
     kvx_frame frame = {.type = KVX_FRAME_REVOKE, .op = attach->handle};
     attach->asked = true;
     kvx_hixl_send(attach->conn, &frame, attach->key, NULL);
 }
 
-static bool on_attach(hixl_conn *conn) {
+static bool hixl_owner_on_attach(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     uint8_t key[KVX_KEY_BYTES];
@@ -230,15 +231,15 @@ static bool on_attach(hixl_conn *conn) {
     int status =
         hixl->closing ? KVX_E_REVOKED : kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
     if (status != KVX_OK) {
-        acknowledge(conn, frame->op, status, NULL);
+        hixl_owner_send_ack(conn, frame->op, status, NULL);
     } else if (!kvx_hixl_authentic(conn, access.grant->key)) {
         kvx_access_end(hixl->core, &access);
-        acknowledge(conn, frame->op, KVX_E_KEY, NULL);
+        hixl_owner_send_ack(conn, frame->op, KVX_E_KEY, NULL);
         guessed = ++conn->key_failures >= HIXL_KEY_FAILURES_MAX;
     } else {
         memcpy(key, access.grant->key, sizeof key);
-        proved(conn);
-        status = let_in(conn, &access, &location);
+        hixl_owner_on_authenticated(conn);
+        status = hixl_owner_attach(conn, &access, &location);
         kvx_access_end(hixl->core, &access);
         if (status == KVX_OK) {
             uint8_t units[HIXL_LOCATION_UNITS * KVX_STREAM_UNIT_BYTES];
@@ -247,10 +248,10 @@ static bool on_attach(hixl_conn *conn) {
             kvx_hixl_send(conn, &answer, key, units);
             hixl_attach *attach = kvx_table_get(&conn->attached, frame->op);
             if (attach->revoked != NULL && !attach->asked) {
-                ask_back(attach);
+                hixl_owner_send_revoke(attach);
             }
         } else {
-            acknowledge(conn, frame->op, status, key);
+            hixl_owner_send_ack(conn, frame->op, status, key);
         }
     }
     pthread_mutex_unlock(&hixl->lock);
@@ -268,14 +269,14 @@ int kvx_hixl_owner_revoke(hixl_transport *hixl, kvx_grant *grant) {
     for (hixl_attach *at = first; at != NULL; at = at->next) {
         at->revoked = grant;
         if (!at->opening) {
-            ask_back(at);
+            hixl_owner_send_revoke(at);
         }
     }
     pthread_mutex_unlock(&hixl->lock);
     return first == NULL ? KVX_OK : KVX_PENDING;
 }
 
-static bool on_given_back(hixl_conn *conn) {
+static bool hixl_owner_on_detach(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     pthread_mutex_lock(&hixl->lock);
@@ -283,8 +284,8 @@ static bool on_given_back(hixl_conn *conn) {
     bool good =
         attach != NULL && (frame->type == KVX_FRAME_DETACH || attach->asked) && kvx_hixl_authentic(conn, attach->key);
     if (good) {
-        attach_leave(attach, false);
-        attach_end(hixl, attach);
+        hixl_owner_attach_unlink(attach, false);
+        hixl_owner_attach_end(hixl, attach);
     }
     pthread_mutex_unlock(&hixl->lock);
     return good;
@@ -292,27 +293,27 @@ static bool on_given_back(hixl_conn *conn) {
 
 /* -- notifications ------------------------------------------------------------------------------------------------ */
 
-static void post(hixl_conn *conn) {
+static void hixl_owner_post_notification(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->held_frame;
     int status = kvx_notify_post(hixl->core, hixl->slot, frame->grant, frame->tag, frame->value);
     pthread_mutex_lock(&hixl->lock);
     conn->held = status == KVX_AGAIN;
     if (!conn->held) {
-        acknowledge(conn, frame->op, status, conn->held_key);
+        hixl_owner_send_ack(conn, frame->op, status, conn->held_key);
     }
     kvx_hixl_conn_arm(conn);
     pthread_mutex_unlock(&hixl->lock);
 }
 
-static bool on_notify(hixl_conn *conn) {
+static bool hixl_owner_on_notify(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     kvx_access access;
     int status = kvx_access_begin_any(hixl->core, frame->grant, frame->generation, &access);
     if (status != KVX_OK) {
         pthread_mutex_lock(&hixl->lock);
-        acknowledge(conn, frame->op, status, NULL);
+        hixl_owner_send_ack(conn, frame->op, status, NULL);
         pthread_mutex_unlock(&hixl->lock);
         return true;
     }
@@ -321,20 +322,20 @@ static bool on_notify(hixl_conn *conn) {
     kvx_access_end(hixl->core, &access);
     if (good) {
         conn->held_frame = *frame;
-        post(conn);
+        hixl_owner_post_notification(conn);
     }
     return good;
 }
 
 void kvx_hixl_owner_held(hixl_conn *conn) {
-    post(conn);
+    hixl_owner_post_notification(conn);
     if (!conn->held) {
         kvx_hixl_conn_parse(conn);
     }
 }
 
 /* Is the device well that whoever asks wants to connect to? */
-static int health(const hixl_transport *hixl, uint64_t physical) {
+static int hixl_owner_device_status(const hixl_transport *hixl, uint64_t physical) {
     for (uint32_t i = 0; i < hixl->device_count; i++) {
         const hixl_device *device = &hixl->devices[i];
         if ((uint32_t)device->physical == physical) {
@@ -345,13 +346,14 @@ static int health(const hixl_transport *hixl, uint64_t physical) {
     return KVX_OK;
 }
 
-static bool on_ping(hixl_conn *conn) {
+static bool hixl_owner_on_ping(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     if (!conn->proved) {
         return false;
     }
-    kvx_frame answer = {.type = KVX_FRAME_PONG, .op = frame->op, .status = health(hixl, frame->value)};
+    kvx_frame answer = {
+        .type = KVX_FRAME_PONG, .op = frame->op, .status = hixl_owner_device_status(hixl, frame->value)};
     pthread_mutex_lock(&hixl->lock);
     const hixl_attach *witness = kvx_table_get(&conn->attached, frame->tag);
     answer.tag = witness != NULL ? frame->tag : 0;
@@ -363,14 +365,14 @@ static bool on_ping(hixl_conn *conn) {
 bool kvx_hixl_owner_frame(hixl_conn *conn) {
     switch (conn->rx.frame.type) {
     case KVX_FRAME_ATTACH:
-        return on_attach(conn);
+        return hixl_owner_on_attach(conn);
     case KVX_FRAME_DETACH:
     case KVX_FRAME_QUIET:
-        return on_given_back(conn);
+        return hixl_owner_on_detach(conn);
     case KVX_FRAME_NOTIFY:
-        return on_notify(conn);
+        return hixl_owner_on_notify(conn);
     case KVX_FRAME_PING:
-        return on_ping(conn);
+        return hixl_owner_on_ping(conn);
     case KVX_FRAME_BYE:
         conn->said_bye = true;
         return true;
@@ -432,13 +434,13 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
     }
     kvx_hixl_conn_close(conn);
     if (proof || conn->said_bye) {
-        untell(conn);
+        hixl_owner_arena_conceal_all(conn);
     }
     hixl_attach *attach;
     while ((attach = kvx_table_any(&conn->attached)) != NULL) {
-        attach_leave(attach, !conn->said_bye);
+        hixl_owner_attach_unlink(attach, !conn->said_bye);
         if (proof || conn->said_bye) {
-            attach_end(hixl, attach);
+            hixl_owner_attach_end(hixl, attach);
         }
     }
     if (conn->previous != NULL) {
@@ -456,7 +458,7 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
 
 /* -- close -------------------------------------------------------------------------------------------------------- */
 
-static hixl_conn *reaching_in(hixl_transport *hixl) {
+static hixl_conn *hixl_owner_find_attached(hixl_transport *hixl) {
     hixl_conn *conn = hixl->conns;
     while (conn != NULL && conn->attached.count == 0) {
         conn = conn->next;
@@ -464,7 +466,7 @@ static hixl_conn *reaching_in(hixl_transport *hixl) {
     return conn;
 }
 
-static hixl_conn *mapping(hixl_transport *hixl) {
+static hixl_conn *hixl_owner_find_mapping(hixl_transport *hixl) {
     hixl_conn *conn = hixl->conns;
     while (conn != NULL && conn->told.count == 0) {
         conn = conn->next;
@@ -473,7 +475,7 @@ static hixl_conn *mapping(hixl_transport *hixl) {
 }
 
 /* Until none is left that `find` finds, or it is late. */
-static void wait_for_peers(hixl_transport *hixl, hixl_conn *(*find)(hixl_transport *), uint64_t until_ms) {
+static void hixl_owner_wait_for_peers(hixl_transport *hixl, hixl_conn *(*find)(hixl_transport *), uint64_t until_ms) {
     hixl_conn *conn;
     uint64_t now_ms = kvx_now_ms();
     for (; (conn = find(hixl)) != NULL && now_ms < until_ms; now_ms = kvx_now_ms()) {
@@ -495,12 +497,12 @@ void kvx_hixl_owner_close(hixl_transport *hixl) {
         for (uint32_t i = 0; i < conn->attached.capacity; i++) {
             hixl_attach *attach = conn->attached.keys[i] != 0 ? conn->attached.values[i] : NULL;
             if (attach != NULL && !attach->asked) {
-                ask_back(attach);
+                hixl_owner_send_revoke(attach);
             }
         }
     }
     pthread_mutex_unlock(&hixl->lock);
-    wait_for_peers(hixl, reaching_in, until_ms);
+    hixl_owner_wait_for_peers(hixl, hixl_owner_find_attached, until_ms);
     for (hixl_conn *conn = hixl->conns, *next; conn != NULL; conn = next) {
         next = conn->next;
         kvx_frame bye = {.type = KVX_FRAME_BYE};
@@ -511,7 +513,7 @@ void kvx_hixl_owner_close(hixl_transport *hixl) {
             kvx_hixl_owner_hang_up(conn);
         }
     }
-    wait_for_peers(hixl, mapping, until_ms);
+    hixl_owner_wait_for_peers(hixl, hixl_owner_find_mapping, until_ms);
     while (hixl->conns != NULL) {
         kvx_hixl_owner_end(hixl->conns, hixl->conns->told.count == 0);
     }
@@ -523,6 +525,6 @@ void kvx_hixl_owner_close(hixl_transport *hixl) {
         }
         KVX_ASSERT(attach->previous == NULL);
         attach->revoked = NULL; /* the core ends what is left of grants by itself */
-        attach_end(hixl, attach);
+        hixl_owner_attach_end(hixl, attach);
     }
 }

@@ -44,11 +44,11 @@ typedef struct hixl_pace {
 } hixl_pace;
 
 /* After each look: something completed or not, and so much is under way now. */
-void hixl_pace_looked(hixl_pace *pace, uint64_t now_ns, bool completed, uint64_t live_bytes);
+void kvx_hixl_pace_looked(hixl_pace *pace, uint64_t now_ns, bool completed, uint64_t live_bytes);
 /* The link was taken down or something failed: what was measured is no measure. */
-void hixl_pace_forget(hixl_pace *pace);
+void kvx_hixl_pace_forget(hixl_pace *pace);
 /* Nanoseconds from the last look to the next one; 0 = nothing is under way. */
-uint64_t hixl_pace_next(const hixl_pace *pace);
+uint64_t kvx_hixl_pace_next(const hixl_pace *pace);
 
 /* Of a device's thread, for all its links. */
 typedef struct hixl_budget {
@@ -59,10 +59,10 @@ typedef struct hixl_budget {
 } hixl_budget;
 
 /* After each look; `waits`: something is under way. */
-void hixl_budget_looked(hixl_budget *budget, uint64_t now_ns, bool waits);
+void kvx_hixl_budget_looked(hixl_budget *budget, uint64_t now_ns, bool waits);
 /* A look took so much processor time, the wake-up included. */
-void hixl_budget_cost(hixl_budget *budget, uint64_t spent_ns);
+void kvx_hixl_budget_cost(hixl_budget *budget, uint64_t spent_ns);
 /* The pause that the links want, made longer until it can be paid for. */
-uint64_t hixl_budget_pause(const hixl_budget *budget, uint64_t wanted_ns);
+uint64_t kvx_hixl_budget_pause(const hixl_budget *budget, uint64_t wanted_ns);
 
 #endif

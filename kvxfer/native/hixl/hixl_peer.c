@@ -49,16 +49,16 @@ int kvx_hixl_peer_connect(void *transport, kvx_peer *kvx) {
     return KVX_PENDING;
 }
 
-static void connect_end(hixl_peer *peer, int status, int sys_errno) {
+static void hixl_peer_connect_end(hixl_peer *peer, int status, int sys_errno) {
     peer->told = true;
     peer->connected = status == KVX_OK;
     kvx_connect_done(peer->peer, status, sys_errno);
 }
 
-static void dial(hixl_peer *peer) {
+static void hixl_peer_dial(hixl_peer *peer) {
     hixl_transport *hixl = peer->hixl;
     if (peer->address_length == 0) {
-        connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
+        hixl_peer_connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
         return;
     }
     bool inside = kvx_hixl_inside(&peer->address); /* before: whoever comes to listen there later is somebody else */
@@ -80,7 +80,11 @@ static void dial(hixl_peer *peer) {
             close(fd);
         }
         bool local = error == EMFILE || error == ENFILE;
-        connect_end(peer, local ? KVX_E_FDS : error == 0 || error == ENOMEM ? KVX_E_NOMEM : KVX_E_UNREACHABLE, error);
+        hixl_peer_connect_end(peer,
+                              local                           ? KVX_E_FDS
+                              : error == 0 || error == ENOMEM ? KVX_E_NOMEM
+                                                              : KVX_E_UNREACHABLE,
+                              error);
         return;
     }
     conn->peer = peer;
@@ -93,13 +97,13 @@ static void dial(hixl_peer *peer) {
 }
 
 void kvx_hixl_peer_open(hixl_conn *conn) {
-    connect_end(conn->peer, KVX_OK, 0);
+    hixl_peer_connect_end(conn->peer, KVX_OK, 0);
 }
 
 /* -- losing ------------------------------------------------------------------------------------------------------- */
 
 /* With the lock held: the op that waits for the answer to its NOTIFY, taken out. `cancelled`: only if it is to end. */
-static hixl_xfer *awaiting_take(hixl_peer *peer, bool cancelled) {
+static hixl_xfer *hixl_peer_notify_pop(hixl_peer *peer, bool cancelled) {
     for (uint32_t i = 0; i < peer->awaiting.capacity; i++) {
         hixl_xfer *xfer = peer->awaiting.keys[i] != 0 ? peer->awaiting.values[i] : NULL;
         if (xfer != NULL && (!cancelled || atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed))) {
@@ -110,11 +114,11 @@ static hixl_xfer *awaiting_take(hixl_peer *peer, bool cancelled) {
     return NULL;
 }
 
-static void awaiting_end(hixl_peer *peer, bool cancelled, int status) {
+static void hixl_peer_notify_complete(hixl_peer *peer, bool cancelled, int status) {
     hixl_transport *hixl = peer->hixl;
     for (;;) {
         pthread_mutex_lock(&hixl->lock);
-        hixl_xfer *xfer = awaiting_take(peer, cancelled);
+        hixl_xfer *xfer = hixl_peer_notify_pop(peer, cancelled);
         pthread_mutex_unlock(&hixl->lock);
         if (xfer == NULL) {
             return;
@@ -144,11 +148,11 @@ void kvx_hixl_peer_end(hixl_conn *conn, int status, int sys_errno) {
 }
 
 /* With the lock held: nothing of this peer moves, and nobody waits. */
-static bool over(const hixl_peer *peer) {
+static bool hixl_peer_is_quiet(const hixl_peer *peer) {
     return peer->ops == 0;
 }
 
-static void conn_drop(hixl_peer *peer, bool bye) {
+static void hixl_peer_conn_drop(hixl_peer *peer, bool bye) {
     hixl_transport *hixl = peer->hixl;
     pthread_mutex_lock(&hixl->lock);
     hixl_conn *conn = peer->conn;
@@ -166,7 +170,7 @@ static void conn_drop(hixl_peer *peer, bool bye) {
     pthread_mutex_unlock(&hixl->lock);
 }
 
-static void links_leave(hixl_peer *peer) {
+static void hixl_peer_unlink_links(hixl_peer *peer) {
     for (uint32_t i = 0; i < peer->link_count; i++) {
         hixl_link *link = peer->links[i];
         link->users--;
@@ -201,7 +205,7 @@ bool kvx_hixl_link_use(hixl_peer *peer, hixl_link *link) {
     return true;
 }
 
-static void peer_free(hixl_peer *peer) {
+static void hixl_peer_free(hixl_peer *peer) {
     while (peer->imports != NULL) {
         hixl_import *import = peer->imports;
         peer->imports = import->next;
@@ -213,7 +217,7 @@ static void peer_free(hixl_peer *peer) {
     free(peer);
 }
 
-static void peer_unlink(hixl_peer *peer) {
+static void hixl_peer_unlink(hixl_peer *peer) {
     hixl_transport *hixl = peer->hixl;
     if (peer->previous != NULL) {
         peer->previous->next = peer->next;
@@ -232,20 +236,20 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
     bool ends = peer->lost || peer->closing;
     pthread_mutex_unlock(&hixl->lock);
     if (dials) {
-        dial(peer);
+        hixl_peer_dial(peer);
         return;
     }
     if (!ends) {
         return;
     }
-    awaiting_end(peer, false, KVX_E_PEER_LOST);
+    hixl_peer_notify_complete(peer, false, KVX_E_PEER_LOST);
     pthread_mutex_lock(&hixl->lock);
-    bool ended = over(peer);
+    bool ended = hixl_peer_is_quiet(peer);
     bool closing = peer->closing;
     bool loses = ended && peer->lost && !peer->lost_told;
     peer->lost_told |= loses;
     if (ended) {
-        links_leave(peer);
+        hixl_peer_unlink_links(peer);
     }
     bool mapped = peer->copy_links != 0;
     pthread_mutex_unlock(&hixl->lock);
@@ -253,13 +257,13 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
         return; /* the last op that completes calls again */
     }
     if (!mapped) {
-        conn_drop(peer, closing);
+        hixl_peer_conn_drop(peer, closing);
     }
     if (loses) {
         if (peer->connected) {
             kvx_peer_lost(peer->peer, peer->status);
         } else if (!peer->told) {
-            connect_end(peer, peer->status, peer->sys_errno);
+            hixl_peer_connect_end(peer, peer->status, peer->sys_errno);
         }
     }
     if (mapped) {
@@ -268,7 +272,7 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
     pthread_mutex_lock(&hixl->lock);
     closing = peer->closing;
     if (closing) {
-        peer_unlink(peer);
+        hixl_peer_unlink(peer);
         for (hixl_peer **at = &hixl->todo; *at != NULL; at = &(*at)->todo_next) {
             if (*at == peer) { /* told twice */
                 *at = peer->todo_next;
@@ -279,7 +283,7 @@ void kvx_hixl_peer_todo(hixl_peer *peer) {
     pthread_mutex_unlock(&hixl->lock);
     if (closing) {
         kvx_peer_closed(peer->peer);
-        peer_free(peer);
+        hixl_peer_free(peer);
     }
 }
 
@@ -288,7 +292,7 @@ void kvx_hixl_peers_woken(hixl_transport *hixl) {
     hixl_peer *peer = hixl->peers; /* others are put before it; only we take any out */
     pthread_mutex_unlock(&hixl->lock);
     for (; peer != NULL; peer = peer->next) {
-        awaiting_end(peer, true, KVX_E_CANCELLED);
+        hixl_peer_notify_complete(peer, true, KVX_E_CANCELLED);
     }
 }
 
@@ -335,35 +339,35 @@ int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
     return status;
 }
 
-static void send_about(hixl_import *import, uint8_t type) {
+static void hixl_peer_send_import(hixl_import *import, uint8_t type) {
     kvx_frame frame = {.type = type, .op = import->handle};
     kvx_hixl_send(import->peer->conn, &frame, import->key, NULL);
     import->attached = false;
 }
 
 /* With the lock held: was it asked for, and does nothing of ours use it any more? */
-static void give_back(hixl_import *import) {
+static void hixl_peer_import_check_detach(hixl_import *import) {
     if (import->asked_back && import->users == 0 && import->view == HIXL_UNSEEN && import->attached) {
-        send_about(import, KVX_FRAME_QUIET);
+        hixl_peer_send_import(import, KVX_FRAME_QUIET);
     }
 }
 
 void kvx_hixl_import_leave(hixl_import *import) {
     import->users--;
-    give_back(import);
+    hixl_peer_import_check_detach(import);
 }
 
 /* With the lock held: a number that we gave to something? What it was given to may be over by now. */
-static bool numbered(const hixl_peer *peer, uint64_t number) {
+static bool hixl_peer_number_is_known(const hixl_peer *peer, uint64_t number) {
     return number > 0 && number <= peer->next_number;
 }
 
-static bool on_location(hixl_conn *conn) {
+static bool hixl_peer_on_location(hixl_conn *conn) {
     hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
     pthread_mutex_lock(&hixl->lock);
     hixl_import *import = kvx_table_get(&peer->by_handle, conn->rx.frame.op);
-    bool over = import == NULL && numbered(peer, conn->rx.frame.op);
+    bool over = import == NULL && hixl_peer_number_is_known(peer, conn->rx.frame.op);
     bool good = import != NULL && import->pending && kvx_hixl_authentic(conn, import->key);
     if (good) {
         import->pending = false;
@@ -375,7 +379,7 @@ static bool on_location(hixl_conn *conn) {
             import->location.process = 0;
         }
         if (!sound) {
-            send_about(import, KVX_FRAME_DETACH);
+            hixl_peer_send_import(import, KVX_FRAME_DETACH);
         }
         if (sound && import->import->remote.flags & KVX_REMOTE_MAP) {
             kvx_hixl_view_begin(import);
@@ -387,7 +391,7 @@ static bool on_location(hixl_conn *conn) {
     return good || over;
 }
 
-static bool on_revoke(hixl_conn *conn) {
+static bool hixl_peer_on_revoke(hixl_conn *conn) {
     hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
     pthread_mutex_lock(&hixl->lock);
@@ -395,14 +399,14 @@ static bool on_revoke(hixl_conn *conn) {
     bool known = import != NULL && import->attached; /* otherwise our DETACH is on its way */
     bool good = known            ? kvx_hixl_authentic(conn, import->key)
                 : import != NULL ? !import->pending
-                                 : numbered(peer, conn->rx.frame.op);
+                                 : hixl_peer_number_is_known(peer, conn->rx.frame.op);
     if (known && good) {
         import->asked_back = true;
         import->shut = import->shut == KVX_OK ? KVX_E_REVOKED : import->shut;
         if (import->import != NULL) {
             atomic_store(&import->import->revoked, true);
         }
-        give_back(import);
+        hixl_peer_import_check_detach(import);
         if (import->users != 0) {
             kvx_hixl_devices_wake(hixl);
         }
@@ -414,7 +418,7 @@ static bool on_revoke(hixl_conn *conn) {
 void kvx_hixl_import_end(hixl_import *import) {
     hixl_peer *peer = import->peer;
     if (import->attached) {
-        send_about(import, KVX_FRAME_DETACH);
+        hixl_peer_send_import(import, KVX_FRAME_DETACH);
     }
     kvx_table_remove(&peer->by_handle, import->handle);
     if (import->previous != NULL) {
@@ -428,7 +432,7 @@ void kvx_hixl_import_end(hixl_import *import) {
     kvx_vault_give(import);
 }
 
-static int import_close(hixl_peer *peer, hixl_import *import) {
+static int hixl_peer_import_close(hixl_peer *peer, hixl_import *import) {
     hixl_transport *hixl = peer->hixl;
     pthread_mutex_lock(&hixl->lock);
     KVX_ASSERT(import->users == 0 && import->view != HIXL_TO_MAP);
@@ -449,7 +453,7 @@ int kvx_hixl_peer_close(void *transport, kvx_peer *kvx, kvx_import *import) {
     if (import != NULL) {
         hixl_import *mine = import->transport_data;
         import->transport_data = NULL;
-        return mine == NULL ? KVX_OK : import_close(peer, mine);
+        return mine == NULL ? KVX_OK : hixl_peer_import_close(peer, mine);
     }
     pthread_mutex_lock(&hixl->lock);
     peer->closing = true;
@@ -480,14 +484,14 @@ void kvx_hixl_notify(hixl_xfer *xfer) {
     kvx_hixl_send(peer->conn, &frame, op->import->remote.key, NULL);
 }
 
-static bool on_ack(hixl_conn *conn) {
+static bool hixl_peer_on_ack(hixl_conn *conn) {
     hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
     bool bare = frame->flags & KVX_FRAME_F_BARE;
     int status = frame->status;
     pthread_mutex_lock(&hixl->lock);
-    bool good = numbered(peer, frame->op);
+    bool good = hixl_peer_number_is_known(peer, frame->op);
     hixl_import *import = kvx_table_get(&peer->by_handle, frame->op);
     hixl_xfer *xfer = kvx_table_get(&peer->awaiting, frame->op);
     if (import != NULL) {
@@ -520,7 +524,7 @@ uint64_t kvx_hixl_peer_witness(const hixl_peer *peer) {
     return import == NULL ? 0 : import->handle;
 }
 
-static bool on_pong(hixl_conn *conn) {
+static bool hixl_peer_on_pong(hixl_conn *conn) {
     hixl_peer *peer = conn->peer;
     hixl_transport *hixl = conn->hixl;
     const kvx_frame *frame = &conn->rx.frame;
@@ -540,13 +544,13 @@ static bool on_pong(hixl_conn *conn) {
 bool kvx_hixl_peer_frame(hixl_conn *conn) {
     switch (conn->rx.frame.type) {
     case KVX_FRAME_LOCATION:
-        return on_location(conn);
+        return hixl_peer_on_location(conn);
     case KVX_FRAME_ACK:
-        return on_ack(conn);
+        return hixl_peer_on_ack(conn);
     case KVX_FRAME_REVOKE:
-        return on_revoke(conn);
+        return hixl_peer_on_revoke(conn);
     case KVX_FRAME_PONG:
-        return on_pong(conn);
+        return hixl_peer_on_pong(conn);
     case KVX_FRAME_BYE:
         kvx_hixl_peer_end(conn, KVX_E_PEER_LOST, 0);
         return true;
@@ -560,14 +564,14 @@ bool kvx_hixl_peer_frame(hixl_conn *conn) {
 void kvx_hixl_peers_close(hixl_transport *hixl) {
     while (hixl->peers != NULL) {
         hixl_peer *peer = hixl->peers;
-        awaiting_end(peer, false, KVX_E_CLOSED);
+        hixl_peer_notify_complete(peer, false, KVX_E_CLOSED);
         if (hixl->stuck && peer->conn != NULL) {
             peer->conn->fd = -1; /* left open: its end would tell the owner that nothing of ours moves any more */
         }
-        conn_drop(peer, true);
-        peer_unlink(peer);
+        hixl_peer_conn_drop(peer, true);
+        hixl_peer_unlink(peer);
         KVX_ASSERT(hixl->peers != peer);
-        peer_free(peer);
+        hixl_peer_free(peer);
     }
     hixl->todo = NULL;
 }

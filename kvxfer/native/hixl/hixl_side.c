@@ -26,8 +26,8 @@ static hixl_transport *here;
 
 /* -- addresses ---------------------------------------------------------------------------------------------------- */
 
-static int address_of(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address_p,
-                      socklen_t *length_p) {
+static int hixl_side_address_of(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address_p,
+                                socklen_t *length_p) {
     char text[KVX_ENDPOINT_MAX];
     snprintf(text, sizeof text, "%s:%u", hixl->host, port == 0 ? 1 : port);
     int status = kvx_tcp_address_parse(text, address_p, length_p);
@@ -41,13 +41,13 @@ static int address_of(const hixl_transport *hixl, uint32_t port, struct sockaddr
     return status;
 }
 
-static uint32_t port_of(const struct sockaddr_storage *address) {
+static uint32_t hixl_side_port_of(const struct sockaddr_storage *address) {
     return address->ss_family == AF_INET6 ? ntohs(((const struct sockaddr_in6 *)address)->sin6_port)
                                           : ntohs(((const struct sockaddr_in *)address)->sin_port);
 }
 
-static bool same_place(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
-    if (a->ss_family != b->ss_family || port_of(a) != port_of(b)) {
+static bool hixl_side_same_address(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
+    if (a->ss_family != b->ss_family || hixl_side_port_of(a) != hixl_side_port_of(b)) {
         return false;
     }
     return a->ss_family == AF_INET6
@@ -56,9 +56,10 @@ static bool same_place(const struct sockaddr_storage *a, const struct sockaddr_s
                : ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
 }
 
-static int bound(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address, socklen_t *length_p) {
+static int hixl_side_bind_socket(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address,
+                                 socklen_t *length_p) {
     int one = 1;
-    if (address_of(hixl, port, address, length_p) != KVX_OK) {
+    if (hixl_side_address_of(hixl, port, address, length_p) != KVX_OK) {
         errno = EINVAL;
         return -1;
     }
@@ -80,19 +81,19 @@ static int bound(const hixl_transport *hixl, uint32_t port, struct sockaddr_stor
 uint32_t kvx_hixl_free_port(const hixl_transport *hixl) {
     struct sockaddr_storage address;
     socklen_t length;
-    int fd = bound(hixl, 0, &address, &length);
+    int fd = hixl_side_bind_socket(hixl, 0, &address, &length);
     if (fd < 0) {
         return 0;
     }
     close(fd);
-    return port_of(&address);
+    return hixl_side_port_of(&address);
 }
 
 int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
     struct sockaddr_storage address;
     socklen_t length;
     uint32_t port = hixl->config->hixl_port;
-    int fd = bound(hixl, port, &address, &length);
+    int fd = hixl_side_bind_socket(hixl, port, &address, &length);
     if (fd < 0 || listen(fd, BACKLOG) != 0) {
         int error = errno;
         const char *hint = error == EADDRINUSE && port == 0
@@ -135,13 +136,13 @@ bool kvx_hixl_inside(const struct sockaddr_storage *address) {
     bool found = false;
     pthread_mutex_lock(&here_lock);
     for (const hixl_transport *at = here; at != NULL && !found; at = at->next_here) {
-        found = same_place(&at->listens, address);
+        found = hixl_side_same_address(&at->listens, address);
     }
     pthread_mutex_unlock(&here_lock);
     return found;
 }
 
-static void tune(int fd) {
+static void hixl_side_socket_tune(int fd) {
     const struct {
         int level, option, value;
     } options[] = {
@@ -166,7 +167,7 @@ hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd) {
     conn->state = role == KVX_STREAM_SIDE_DIALLER ? HIXL_DIALLING : HIXL_GREETING;
     kvx_random(conn->nonce, sizeof conn->nonce);
     kvx_rx_init(&conn->rx, role, KVX_STREAM_FRAME_MAX);
-    tune(fd);
+    hixl_side_socket_tune(fd);
     return conn;
 }
 
@@ -214,7 +215,7 @@ void kvx_hixl_deadline(hixl_transport *hixl, uint64_t at_ms) {
 
 /* -- sending; with the lock held ---------------------------------------------------------------------------------- */
 
-static void flush(hixl_conn *conn) {
+static void hixl_side_flush(hixl_conn *conn) {
     while (conn->tx_begin < conn->tx_end && !conn->broken) {
         ssize_t sent =
             send(conn->fd, conn->tx + conn->tx_begin, conn->tx_end - conn->tx_begin, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -238,7 +239,7 @@ static void flush(hixl_conn *conn) {
     kvx_hixl_conn_arm(conn);
 }
 
-static uint8_t *room_for(hixl_conn *conn, uint32_t length) {
+static uint8_t *hixl_side_tx_reserve(hixl_conn *conn, uint32_t length) {
     if (conn->tx_room - conn->tx_end < length && conn->tx_begin > 0) {
         memmove(conn->tx, conn->tx + conn->tx_begin, conn->tx_end - conn->tx_begin);
         conn->tx_end -= conn->tx_begin;
@@ -264,7 +265,7 @@ void kvx_hixl_send(hixl_conn *conn, const kvx_frame *frame, const uint8_t *key, 
         return;
     }
     uint32_t length = KVX_STREAM_HEADER_BYTES + frame->segments * KVX_STREAM_UNIT_BYTES;
-    uint8_t *at = room_for(conn, length);
+    uint8_t *at = hixl_side_tx_reserve(conn, length);
     kvx_frame_encode(frame, at);
     if (frame->segments > 0) {
         kvx_frame_units_encode(at, units, frame->segments);
@@ -273,10 +274,10 @@ void kvx_hixl_send(hixl_conn *conn, const kvx_frame *frame, const uint8_t *key, 
     if (key != NULL) {
         kvx_frame_seal(&conn->auth, key, conn->tx_counter, conn->role, at, length);
     }
-    flush(conn);
+    hixl_side_flush(conn);
 }
 
-static void send_hello(hixl_conn *conn, int status) {
+static void hixl_side_send_hello(hixl_conn *conn, int status) {
     hixl_transport *hixl = conn->hixl;
     kvx_hello hello = {.version = KVX_STREAM_VERSION,
                        .role = (uint8_t)conn->role,
@@ -286,8 +287,8 @@ static void send_hello(hixl_conn *conn, int status) {
     memcpy(hello.nonce, conn->nonce, sizeof hello.nonce);
     memcpy(hello.engine_id, hixl->config->engine_id, KVX_ID_BYTES);
     pthread_mutex_lock(&hixl->lock);
-    kvx_hello_encode(&hello, room_for(conn, KVX_STREAM_HELLO_BYTES));
-    flush(conn);
+    kvx_hello_encode(&hello, hixl_side_tx_reserve(conn, KVX_STREAM_HELLO_BYTES));
+    hixl_side_flush(conn);
     pthread_mutex_unlock(&hixl->lock);
 }
 
@@ -298,14 +299,14 @@ bool kvx_hixl_authentic(const hixl_conn *conn, const uint8_t key[KVX_KEY_BYTES])
 
 /* -- accepting ---------------------------------------------------------------------------------------------------- */
 
-static void listen_arm(hixl_transport *hixl, bool on) {
+static void hixl_side_listen_arm(hixl_transport *hixl, bool on) {
     struct epoll_event event = {.events = on ? (uint32_t)EPOLLIN : 0, .data.ptr = &hixl->listen_fd};
     (void)epoll_ctl(hixl->epoll_fd, EPOLL_CTL_MOD, hixl->listen_fd, &event);
     hixl->accept_paused = !on;
 }
 
 /* It has proved nothing, so it holds nothing: its end is a reset, as of a port that is not there. */
-static bool send_away(kvx_newcomer *one) {
+static bool hixl_side_evict(kvx_newcomer *one) {
     if (one == NULL) {
         return false;
     }
@@ -317,7 +318,7 @@ static bool send_away(kvx_newcomer *one) {
     return true;
 }
 
-static bool take_in(hixl_transport *hixl, int fd, const struct sockaddr_storage *from) {
+static bool hixl_side_accept_one(hixl_transport *hixl, int fd, const struct sockaddr_storage *from) {
     hixl_conn *conn = kvx_hixl_conn_new(hixl, KVX_STREAM_SIDE_ACCEPTOR, fd);
     if (conn == NULL || !kvx_hixl_conn_watch(conn, false)) {
         if (conn != NULL) {
@@ -335,7 +336,7 @@ static bool take_in(hixl_transport *hixl, int fd, const struct sockaddr_storage 
     }
     hixl->conns = conn;
     pthread_mutex_unlock(&hixl->lock);
-    send_away(kvx_newcomers_surplus(&hixl->line));
+    hixl_side_evict(kvx_newcomers_surplus(&hixl->line));
     kvx_newcomers_add(&hixl->line, &conn->newcomer, from);
     return true;
 }
@@ -345,7 +346,7 @@ void kvx_hixl_accept(hixl_transport *hixl) {
         if (kvx_now_ms() < hixl->accept_retry_ms) {
             return;
         }
-        listen_arm(hixl, true);
+        hixl_side_listen_arm(hixl, true);
     }
     for (int i = 0; i < ACCEPTS_MAX; i++) {
         struct sockaddr_storage from = {0};
@@ -357,9 +358,10 @@ void kvx_hixl_accept(hixl_transport *hixl) {
         if (fd < 0 && errno == EAGAIN) {
             return;
         }
-        if (fd < 0 || !take_in(hixl, fd, &from)) { /* out of descriptors or memory: later, instead of spinning */
-            bool room = send_away(kvx_newcomers_oldest(&hixl->line));
-            listen_arm(hixl, false);
+        if (fd < 0 ||
+            !hixl_side_accept_one(hixl, fd, &from)) { /* out of descriptors or memory: later, instead of spinning */
+            bool room = hixl_side_evict(kvx_newcomers_oldest(&hixl->line));
+            hixl_side_listen_arm(hixl, false);
             hixl->accept_retry_ms = kvx_now_ms() + (room ? HIXL_ACCEPT_MS / 10 : HIXL_ACCEPT_MS);
             kvx_hixl_deadline(hixl, hixl->accept_retry_ms);
             return;
@@ -369,24 +371,24 @@ void kvx_hixl_accept(hixl_transport *hixl) {
 
 /* -- greeting ----------------------------------------------------------------------------------------------------- */
 
-static void greeted_by_dialler(hixl_conn *conn) {
+static void hixl_side_on_dialler_hello(hixl_conn *conn) {
     hixl_transport *hixl = conn->hixl;
     if (hixl->accepted >= hixl->accepted_max && !kvx_hixl_owner_make_room(hixl)) {
-        send_hello(conn, KVX_E_REFUSED);
+        hixl_side_send_hello(conn, KVX_E_REFUSED);
         kvx_hixl_owner_end(conn, true);
         return;
     }
     conn->state = HIXL_OPEN;
-    send_hello(conn, KVX_OK);
+    hixl_side_send_hello(conn, KVX_OK);
 }
 
-static void greeted(hixl_conn *conn) {
+static void hixl_side_on_hello(hixl_conn *conn) {
     const kvx_hello *theirs = &conn->rx.hello;
     bool dialler = conn->role == KVX_STREAM_SIDE_DIALLER;
     memcpy(conn->auth.nonces, dialler ? conn->nonce : theirs->nonce, KVX_NONCE_BYTES);
     memcpy(conn->auth.nonces + KVX_NONCE_BYTES, dialler ? theirs->nonce : conn->nonce, KVX_NONCE_BYTES);
     if (!dialler) {
-        greeted_by_dialler(conn);
+        hixl_side_on_dialler_hello(conn);
     } else if (theirs->status != KVX_OK) {
         kvx_hixl_peer_end(conn, theirs->status == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_REFUSED, 0);
     } else {
@@ -396,7 +398,7 @@ static void greeted(hixl_conn *conn) {
     }
 }
 
-static void dialled(hixl_conn *conn) {
+static void hixl_side_on_connected(hixl_conn *conn) {
     int error = kvx_tcp_error(conn->fd);
     if (error == 0 && kvx_tcp_to_itself(conn->fd)) {
         error = ECONNREFUSED;
@@ -406,17 +408,17 @@ static void dialled(hixl_conn *conn) {
         return;
     }
     conn->state = HIXL_GREETING;
-    send_hello(conn, KVX_OK);
+    hixl_side_send_hello(conn, KVX_OK);
 }
 
 /* -- receiving ---------------------------------------------------------------------------------------------------- */
 
-static void nonsense(hixl_conn *conn) {
+static void hixl_side_on_protocol_error(hixl_conn *conn) {
     int error = conn->rx.error;
     KVX_COUNT(conn->hixl->counters, protocol_errors, 1);
     if (conn->role == KVX_STREAM_SIDE_ACCEPTOR) {
         if (error == KVX_E_VERSION) {
-            send_hello(conn, KVX_E_VERSION);
+            hixl_side_send_hello(conn, KVX_E_VERSION);
         }
         kvx_hixl_owner_hang_up(conn);
     } else if (conn->state == HIXL_GREETING) {
@@ -431,24 +433,24 @@ void kvx_hixl_conn_parse(hixl_conn *conn) {
     while ((conn->state == HIXL_GREETING || conn->state == HIXL_OPEN) && !conn->held && !conn->stopped) {
         switch (kvx_rx_next(&conn->rx)) {
         case KVX_RX_HELLO:
-            greeted(conn);
+            hixl_side_on_hello(conn);
             break;
         case KVX_RX_FRAME:
             if (!(dialler ? kvx_hixl_peer_frame(conn) : kvx_hixl_owner_frame(conn)) && conn->state != HIXL_DEAD) {
                 conn->rx.error = KVX_E_INVALID;
-                nonsense(conn);
+                hixl_side_on_protocol_error(conn);
             }
             break;
         case KVX_RX_MORE:
             return;
         default:
-            nonsense(conn);
+            hixl_side_on_protocol_error(conn);
             return;
         }
     }
 }
 
-static void ended(hixl_conn *conn, int error) {
+static void hixl_side_on_end(hixl_conn *conn, int error) {
     if (conn->role == KVX_STREAM_SIDE_ACCEPTOR) {
         bool proof = error == 0 || error == ECONNRESET || error == EPIPE;
         kvx_hixl_owner_end(conn, proof);
@@ -459,7 +461,7 @@ static void ended(hixl_conn *conn, int error) {
     }
 }
 
-static void receive(hixl_conn *conn) {
+static void hixl_side_receive(hixl_conn *conn) {
     for (int i = 0; i < HIXL_READS_MAX && conn->state != HIXL_DEAD && !conn->held && !conn->stopped; i++) {
         uint32_t space;
         uint8_t *at = kvx_rx_space(&conn->rx, &space);
@@ -472,7 +474,7 @@ static void receive(hixl_conn *conn) {
             return;
         }
         if (got <= 0) {
-            ended(conn, got < 0 ? errno : 0);
+            hixl_side_on_end(conn, got < 0 ? errno : 0);
             return;
         }
         if (conn->state != HIXL_LINGERING) {
@@ -491,20 +493,20 @@ void kvx_hixl_conn_event(hixl_conn *conn, uint32_t events) {
         return;
     }
     if (conn->state == HIXL_DIALLING) {
-        dialled(conn);
+        hixl_side_on_connected(conn);
     } else if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
         if ((events & (EPOLLERR | EPOLLHUP)) && (conn->held || conn->stopped)) {
-            ended(conn, kvx_tcp_error(conn->fd)); /* it went while we did not read */
+            hixl_side_on_end(conn, kvx_tcp_error(conn->fd)); /* it went while we did not read */
             return;
         }
-        receive(conn);
+        hixl_side_receive(conn);
     }
     if (conn->state == HIXL_DEAD) {
         return;
     }
     pthread_mutex_lock(&hixl->lock);
     bool was_stopped = conn->stopped;
-    flush(conn);
+    hixl_side_flush(conn);
     bool again = was_stopped && !conn->stopped;
     pthread_mutex_unlock(&hixl->lock);
     if (again) {

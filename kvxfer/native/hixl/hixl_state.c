@@ -6,8 +6,8 @@
 
 #include "status.h"
 
-void hixl_machine_init(hixl_machine *machine, bool asks_first, uint32_t ping_ms, uint32_t connect_ms,
-                       uint32_t disconnect_ms) {
+void kvx_hixl_machine_init(hixl_machine *machine, bool asks_first, uint32_t ping_ms, uint32_t connect_ms,
+                           uint32_t disconnect_ms) {
     memset(machine, 0, sizeof *machine);
     machine->asks_first = asks_first;
     machine->ping_ms = ping_ms;
@@ -15,14 +15,14 @@ void hixl_machine_init(hixl_machine *machine, bool asks_first, uint32_t ping_ms,
     machine->disconnect_ms = disconnect_ms;
 }
 
-static uint32_t call_connect(hixl_machine *machine, uint64_t now_ms) {
+static uint32_t hixl_state_call_connect(hixl_machine *machine, uint64_t now_ms) {
     machine->pinging = false;
     machine->disconnects = false;
     machine->due_ms = now_ms + machine->connect_ms;
     return HIXL_DO_CONNECT;
 }
 
-static uint32_t call_disconnect(hixl_machine *machine, uint64_t now_ms) {
+static uint32_t hixl_state_call_disconnect(hixl_machine *machine, uint64_t now_ms) {
     machine->state = HIXL_DRAINING;
     machine->disconnects = true;
     machine->again = false;
@@ -30,7 +30,7 @@ static uint32_t call_disconnect(hixl_machine *machine, uint64_t now_ms) {
     return HIXL_DO_DISCONNECT;
 }
 
-static void back_off(hixl_machine *machine) {
+static void hixl_state_backoff_grow(hixl_machine *machine) {
     uint32_t doubled = machine->backoff_ms * 2;
     machine->backoff_ms = machine->backoff_ms == 0        ? HIXL_BACKOFF_MIN_MS
                           : doubled > HIXL_BACKOFF_MAX_MS ? HIXL_BACKOFF_MAX_MS
@@ -38,127 +38,128 @@ static void back_off(hixl_machine *machine) {
 }
 
 /* Down, and not to be tried again at once. */
-static void pause(hixl_machine *machine, uint64_t now_ms) {
+static void hixl_state_enter_backoff(hixl_machine *machine, uint64_t now_ms) {
     machine->state = HIXL_DOWN;
     machine->pinging = false;
-    back_off(machine);
+    hixl_state_backoff_grow(machine);
     machine->paused = true;
     machine->retry_ms = now_ms + machine->backoff_ms;
 }
 
-static uint32_t refuse(hixl_machine *machine, int status) {
+static uint32_t hixl_state_enter_refused(hixl_machine *machine, int status) {
     machine->refusal = status;
     return HIXL_DO_REFUSE;
 }
 
-uint32_t hixl_machine_want(hixl_machine *machine, uint64_t now_ms, bool refused) {
+uint32_t kvx_hixl_machine_want(hixl_machine *machine, uint64_t now_ms, bool refused) {
     if (machine->state == HIXL_ZOMBIE) {
-        return refuse(machine, KVX_E_TIMEOUT);
+        return hixl_state_enter_refused(machine, KVX_E_TIMEOUT);
     }
     if (machine->state != HIXL_DOWN || (machine->paused && now_ms < machine->retry_ms)) {
         return 0;
     }
     if (refused) {
-        return refuse(machine, KVX_E_LINK);
+        return hixl_state_enter_refused(machine, KVX_E_LINK);
     }
     machine->paused = false;
     machine->state = HIXL_CONNECTING;
     if (!machine->asks_first) {
-        return call_connect(machine, now_ms);
+        return hixl_state_call_connect(machine, now_ms);
     }
     machine->pinging = true;
     machine->due_ms = now_ms + machine->ping_ms;
     return HIXL_DO_PING;
 }
 
-uint32_t hixl_machine_pong(hixl_machine *machine, uint64_t now_ms, int status) {
+uint32_t kvx_hixl_machine_pong(hixl_machine *machine, uint64_t now_ms, int status) {
     if (machine->state != HIXL_CONNECTING || !machine->pinging) {
         return 0;
     }
     if (status == KVX_OK) {
-        return call_connect(machine, now_ms);
+        return hixl_state_call_connect(machine, now_ms);
     }
-    pause(machine, now_ms);
-    return refuse(machine, status);
+    hixl_state_enter_backoff(machine, now_ms);
+    return hixl_state_enter_refused(machine, status);
 }
 
-static uint32_t connect_returned(hixl_machine *machine, uint64_t now_ms, int status) {
+static uint32_t hixl_state_on_connect_returned(hixl_machine *machine, uint64_t now_ms, int status) {
     if (status == KVX_OK) {
         machine->state = HIXL_UP;
         machine->unsettled = true;
         return 0;
     }
     if (status == KVX_E_BUSY) { /* connected already: by whom, and with which memory? */
-        return call_disconnect(machine, now_ms);
+        return hixl_state_call_disconnect(machine, now_ms);
     }
-    pause(machine, now_ms);
-    return refuse(machine, status);
+    hixl_state_enter_backoff(machine, now_ms);
+    return hixl_state_enter_refused(machine, status);
 }
 
-static uint32_t disconnect_returned(hixl_machine *machine, uint64_t now_ms, int status) {
+static uint32_t hixl_state_on_disconnect_returned(hixl_machine *machine, uint64_t now_ms, int status) {
     if (status != KVX_OK && status != KVX_E_PEER_LOST) { /* neither disconnected nor not connected: ask again */
         machine->state = HIXL_DRAINING;
         machine->again = true;
-        back_off(machine);
+        hixl_state_backoff_grow(machine);
         machine->due_ms = now_ms + machine->backoff_ms;
         bool lost = status == KVX_E_DEVICE || status == KVX_E_NO_CONTEXT || status == KVX_E_NO_DEVICE;
-        return lost ? refuse(machine, KVX_E_DEVICE) : 0; /* what has not begun need not wait for the card */
+        return lost ? hixl_state_enter_refused(machine, KVX_E_DEVICE)
+                    : 0; /* what has not begun need not wait for the card */
     }
     bool settles = machine->unsettled;
     if (machine->broken || machine->state == HIXL_ZOMBIE) {
-        pause(machine, now_ms);
+        hixl_state_enter_backoff(machine, now_ms);
     }
     machine->state = HIXL_DOWN;
     machine->broken = machine->unsettled = false;
     return settles ? HIXL_DO_SETTLE : 0;
 }
 
-uint32_t hixl_machine_returned(hixl_machine *machine, uint64_t now_ms, int status) {
-    if (!hixl_machine_out(machine)) {
+uint32_t kvx_hixl_machine_returned(hixl_machine *machine, uint64_t now_ms, int status) {
+    if (!kvx_hixl_machine_out(machine)) {
         return 0;
     }
     if (machine->disconnects) {
-        return disconnect_returned(machine, now_ms, status);
+        return hixl_state_on_disconnect_returned(machine, now_ms, status);
     }
     if (machine->state == HIXL_CONNECTING) {
-        return connect_returned(machine, now_ms, status);
+        return hixl_state_on_connect_returned(machine, now_ms, status);
     }
     if (status == KVX_OK || status == KVX_E_BUSY) {
-        return call_disconnect(machine, now_ms); /* up after all, when everybody has gone */
+        return hixl_state_call_disconnect(machine, now_ms); /* up after all, when everybody has gone */
     }
-    pause(machine, now_ms);
+    hixl_state_enter_backoff(machine, now_ms);
     return 0;
 }
 
-uint32_t hixl_machine_fail(hixl_machine *machine, uint64_t now_ms, bool broken) {
+uint32_t kvx_hixl_machine_fail(hixl_machine *machine, uint64_t now_ms, bool broken) {
     if (machine->state != HIXL_UP) {
         return 0;
     }
     machine->broken = broken;
-    return call_disconnect(machine, now_ms);
+    return hixl_state_call_disconnect(machine, now_ms);
 }
 
-void hixl_machine_good(hixl_machine *machine) {
+void kvx_hixl_machine_good(hixl_machine *machine) {
     machine->backoff_ms = 0;
 }
 
-uint32_t hixl_machine_time(hixl_machine *machine, uint64_t now_ms) {
+uint32_t kvx_hixl_machine_time(hixl_machine *machine, uint64_t now_ms) {
     if ((machine->state != HIXL_CONNECTING && machine->state != HIXL_DRAINING) || now_ms < machine->due_ms) {
         return 0;
     }
     if (machine->pinging) {
-        pause(machine, now_ms);
-        return refuse(machine, KVX_E_TIMEOUT);
+        hixl_state_enter_backoff(machine, now_ms);
+        return hixl_state_enter_refused(machine, KVX_E_TIMEOUT);
     }
     if (machine->again) {
-        return call_disconnect(machine, now_ms);
+        return hixl_state_call_disconnect(machine, now_ms);
     }
     machine->state = HIXL_ZOMBIE;
     machine->zombies++;
-    return refuse(machine, KVX_E_TIMEOUT);
+    return hixl_state_enter_refused(machine, KVX_E_TIMEOUT);
 }
 
-uint64_t hixl_machine_due(const hixl_machine *machine, bool wanted) {
+uint64_t kvx_hixl_machine_due(const hixl_machine *machine, bool wanted) {
     switch (machine->state) {
     case HIXL_CONNECTING:
     case HIXL_DRAINING:
@@ -170,7 +171,7 @@ uint64_t hixl_machine_due(const hixl_machine *machine, bool wanted) {
     }
 }
 
-bool hixl_machine_out(const hixl_machine *machine) {
+bool kvx_hixl_machine_out(const hixl_machine *machine) {
     return (machine->state == HIXL_CONNECTING && !machine->pinging) ||
            (machine->state == HIXL_DRAINING && !machine->again) || machine->state == HIXL_ZOMBIE;
 }

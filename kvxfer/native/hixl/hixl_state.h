@@ -28,8 +28,8 @@ typedef enum hixl_state {
 
 /* What the caller has to do now. A set: several at once are possible. */
 enum hixl_todo {
-    HIXL_DO_PING = 1,       /* ask the peer whether it is well; tell hixl_machine_pong */
-    HIXL_DO_CONNECT = 2,    /* start a connect; tell hixl_machine_returned */
+    HIXL_DO_PING = 1,       /* ask the peer whether it is well; tell kvx_hixl_machine_pong */
+    HIXL_DO_CONNECT = 2,    /* start a connect; tell kvx_hixl_machine_returned */
     HIXL_DO_DISCONNECT = 4, /* likewise a disconnect */
     HIXL_DO_REFUSE = 8,     /* what waits for the link fails: machine->refusal says why */
     HIXL_DO_SETTLE = 16     /* nothing that was submitted moves any more */
@@ -52,23 +52,23 @@ typedef struct hixl_machine {
     uint64_t zombies; /* how often it became one */
 } hixl_machine;
 
-void hixl_machine_init(hixl_machine *machine, bool asks_first, uint32_t ping_ms, uint32_t connect_ms,
-                       uint32_t disconnect_ms);
+void kvx_hixl_machine_init(hixl_machine *machine, bool asks_first, uint32_t ping_ms, uint32_t connect_ms,
+                           uint32_t disconnect_ms);
 /* Somebody wants the link. May be called at any time and any number of times. `refused`: the process has too many
  * zombies. */
-uint32_t hixl_machine_want(hixl_machine *machine, uint64_t now_ms, bool refused);
-uint32_t hixl_machine_pong(hixl_machine *machine, uint64_t now_ms, int status);
+uint32_t kvx_hixl_machine_want(hixl_machine *machine, uint64_t now_ms, bool refused);
+uint32_t kvx_hixl_machine_pong(hixl_machine *machine, uint64_t now_ms, int status);
 /* The call that was out returned. */
-uint32_t hixl_machine_returned(hixl_machine *machine, uint64_t now_ms, int status);
+uint32_t kvx_hixl_machine_returned(hixl_machine *machine, uint64_t now_ms, int status);
 /* The link is no good any more (`broken`), or has to be made anew, or is not wanted. Does nothing unless it is UP. */
-uint32_t hixl_machine_fail(hixl_machine *machine, uint64_t now_ms, bool broken);
+uint32_t kvx_hixl_machine_fail(hixl_machine *machine, uint64_t now_ms, bool broken);
 /* Something went through: the next failure starts with a short pause again. */
-void hixl_machine_good(hixl_machine *machine);
+void kvx_hixl_machine_good(hixl_machine *machine);
 /* Time has passed. */
-uint32_t hixl_machine_time(hixl_machine *machine, uint64_t now_ms);
+uint32_t kvx_hixl_machine_time(hixl_machine *machine, uint64_t now_ms);
 /* When _time has to be called next; 0 = no need. `wanted`: somebody waits for the link. */
-uint64_t hixl_machine_due(const hixl_machine *machine, bool wanted);
+uint64_t kvx_hixl_machine_due(const hixl_machine *machine, bool wanted);
 /* A call is out, so the machine may not be freed. */
-bool hixl_machine_out(const hixl_machine *machine);
+bool kvx_hixl_machine_out(const hixl_machine *machine);
 
 #endif

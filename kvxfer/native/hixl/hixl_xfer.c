@@ -36,7 +36,7 @@ void kvx_hixl_xfer_complete(hixl_xfer *xfer, int status) {
 }
 
 /* With the lock held. KVX_OK: it is not to end. */
-static int reason_to_end(const hixl_xfer *xfer) {
+static int hixl_xfer_end_reason(const hixl_xfer *xfer) {
     const hixl_peer *peer = xfer->peer;
     return xfer->import->shut != KVX_OK        ? xfer->import->shut
            : peer->lost || peer->closing       ? KVX_E_PEER_LOST
@@ -45,14 +45,14 @@ static int reason_to_end(const hixl_xfer *xfer) {
 }
 
 /* No byte of it moves any more. */
-static void finish(hixl_xfer *xfer) {
+static void hixl_xfer_finish(hixl_xfer *xfer) {
     hixl_peer *peer = xfer->peer;
     hixl_transport *hixl = peer->hixl;
     kvx_hixl_queue_remove(xfer);
     pthread_mutex_lock(&hixl->lock);
-    if (xfer->status == KVX_E_LINK && reason_to_end(xfer) != KVX_OK) {
+    if (xfer->status == KVX_E_LINK && hixl_xfer_end_reason(xfer) != KVX_OK) {
         xfer->raw = 0;
-        xfer->status = reason_to_end(xfer); /* the link was given up for its sake, or with its peer */
+        xfer->status = hixl_xfer_end_reason(xfer); /* the link was given up for its sake, or with its peer */
     }
     if (xfer->status == KVX_OK && xfer->op->flags & KVX_OP_NOTIFY && (peer->lost || peer->closing)) {
         xfer->status = KVX_E_PEER_LOST;
@@ -68,7 +68,7 @@ static void finish(hixl_xfer *xfer) {
     }
 }
 
-static void fail(hixl_xfer *xfer, int status, int segment) {
+static void hixl_xfer_fail(hixl_xfer *xfer, int status, int segment) {
     if (xfer->status == KVX_OK) {
         xfer->status = status;
         xfer->segment_failed = segment;
@@ -78,18 +78,18 @@ static void fail(hixl_xfer *xfer, int status, int segment) {
 }
 
 /* What the library says of a link, said of an op: "not connected" and "no such request" mean that the link broke. */
-static int of_an_op(int status) {
+static int hixl_xfer_op_status(int status) {
     return status == KVX_E_PEER_LOST || status < KVX_E_CANCELLED ? KVX_E_LINK : status;
 }
 
 /* Something about it changed: what now? */
-static void step(hixl_xfer *xfer) {
+static void hixl_xfer_update(hixl_xfer *xfer) {
     if (xfer->status != KVX_OK) {
         xfer->left = 0;
         kvx_hixl_run_remove(xfer->link, xfer);
     }
     if (xfer->left == 0 && xfer->live == 0 && !xfer->doubtful) {
-        finish(xfer);
+        hixl_xfer_finish(xfer);
     }
 }
 
@@ -97,16 +97,16 @@ void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
     for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
         if (xfer->live == 0 && !xfer->doubtful) {
-            fail(xfer, status, -1);
+            hixl_xfer_fail(xfer, status, -1);
             xfer->raw = xfer->status == status ? link->raw : xfer->raw;
-            step(xfer);
+            hixl_xfer_update(xfer);
         }
     }
 }
 
 /* -- batches ------------------------------------------------------------------------------------------------------- */
 
-static void batch_push(hixl_link *link, hixl_batch *batch) {
+static void hixl_xfer_batch_push(hixl_link *link, hixl_batch *batch) {
     batch->next = NULL;
     if (link->batch_last != NULL) {
         link->batch_last->next = batch;
@@ -121,7 +121,7 @@ static void batch_push(hixl_link *link, hixl_batch *batch) {
 }
 
 /* It is not under way any more. `before` is the one before it, or NULL. */
-static void batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *before, int status, bool certain) {
+static void hixl_xfer_batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *before, int status, bool certain) {
     hixl_xfer *xfer = batch->xfer;
     if (before != NULL) {
         before->next = batch->next;
@@ -140,7 +140,7 @@ static void batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *before, in
         xfer->bytes += batch->bytes;
         kvx_op_moved(xfer->op, batch->bytes);
     } else {
-        fail(xfer, of_an_op(status), (int)batch->segment);
+        hixl_xfer_fail(xfer, hixl_xfer_op_status(status), (int)batch->segment);
         xfer->doubtful |= !certain;
     }
     free(batch);
@@ -154,17 +154,17 @@ void kvx_hixl_xfer_settle(hixl_link *link) {
         if (link->route == HIXL_BY_NETWORK) { /* also frees the library's end of it */
             status = api->poll(link->device->engine, batch->request, NULL) == KVX_OK ? KVX_OK : KVX_E_LINK;
         }
-        batch_end(link, batch, NULL, status, true);
+        hixl_xfer_batch_end(link, batch, NULL, status, true);
     }
     for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
         xfer->doubtful = false;
-        step(xfer);
+        hixl_xfer_update(xfer);
     }
 }
 
 /* True: the link is no good any more. */
-static bool poll_network(hixl_link *link) {
+static bool hixl_xfer_poll_network(hixl_link *link) {
     const kvx_ascend_api *api = link->device->hixl->api;
     hixl_batch *before = NULL;
     bool broken = false;
@@ -180,18 +180,18 @@ static bool poll_network(hixl_link *link) {
         }
         link->raw = raw;
         hixl_xfer *xfer = batch->xfer;
-        batch_end(link, batch, before, status, false);
+        hixl_xfer_batch_end(link, batch, before, status, false);
         if (status == KVX_OK) {
-            hixl_machine_good(&link->machine);
+            kvx_hixl_machine_good(&link->machine);
         } else {
             broken = true;
         }
-        step(xfer);
+        hixl_xfer_update(xfer);
     }
     return broken;
 }
 
-static bool poll_copies(hixl_link *link) {
+static bool hixl_xfer_poll_copies(hixl_link *link) {
     hixl_device *device = link->device;
     if (link->live == 0) {
         return false;
@@ -204,11 +204,11 @@ static bool poll_copies(hixl_link *link) {
     link->raw = raw;
     while (link->batch_first != NULL) {
         hixl_xfer *xfer = link->batch_first->xfer;
-        batch_end(link, link->batch_first, NULL, status, false);
-        step(xfer);
+        hixl_xfer_batch_end(link, link->batch_first, NULL, status, false);
+        hixl_xfer_update(xfer);
     }
     if (status == KVX_OK) {
-        hixl_machine_good(&link->machine);
+        kvx_hixl_machine_good(&link->machine);
     }
     return status != KVX_OK;
 }
@@ -222,7 +222,7 @@ typedef struct cut {
 } cut;
 
 /* The next descriptors of the op, from its cursor on: into device->ops as local and remote addresses. */
-static cut cut_batch(const hixl_xfer *xfer, uint64_t remote) {
+static cut hixl_xfer_cut_batch(const hixl_xfer *xfer, uint64_t remote) {
     const kvx_op *op = xfer->op;
     kvx_ascend_op *ops = xfer->device->ops;
     const uint64_t local = (uint64_t)(uintptr_t)op->region->base;
@@ -244,7 +244,7 @@ static cut cut_batch(const hixl_xfer *xfer, uint64_t remote) {
     return made;
 }
 
-static int submit_copies(hixl_link *link, bool put, uint32_t count, uint32_t *raw_p) {
+static int hixl_xfer_submit_copies(hixl_link *link, bool put, uint32_t count, uint32_t *raw_p) {
     hixl_device *device = link->device;
     for (uint32_t i = 0; i < count; i++) {
         void *local = (void *)(uintptr_t)device->ops[i].local, *remote = (void *)(uintptr_t)device->ops[i].remote;
@@ -255,7 +255,7 @@ static int submit_copies(hixl_link *link, bool put, uint32_t count, uint32_t *ra
 }
 
 /* KVX_OK, KVX_AGAIN, or the xfer failed with it; *broken_p: and the link with it. */
-static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
+static int hixl_xfer_submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
     hixl_device *device = link->device;
     const kvx_ascend_api *api = device->hixl->api;
     uint64_t remote = xfer->import->location.address;
@@ -271,10 +271,10 @@ static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
         return KVX_E_NOMEM;
     }
     bool put = xfer->op->kind == KVX_OP_PUT;
-    cut made = cut_batch(xfer, remote);
+    cut made = hixl_xfer_cut_batch(xfer, remote);
     *batch = (hixl_batch){.xfer = xfer, .bytes = made.bytes, .segment = xfer->segment};
     int status = link->route == HIXL_BY_COPY
-                     ? submit_copies(link, put, made.count, &raw)
+                     ? hixl_xfer_submit_copies(link, put, made.count, &raw)
                      : api->submit(device->engine, link->remote, put, device->ops, made.count, &batch->request, &raw);
     if (status != KVX_OK) {
         free(batch);
@@ -287,14 +287,14 @@ static int submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken_p) {
     xfer->segment = made.segment;
     xfer->offset = made.offset;
     xfer->left -= made.bytes;
-    batch_push(link, batch);
+    hixl_xfer_batch_push(link, batch);
     device->moved = true;
     KVX_COUNT(device->hixl->counters, frames, 1);
     return KVX_OK;
 }
 
 /* Is there memory in this op that was registered after the connection was made? Those do not know it. */
-static bool outdated(const hixl_link *link, const hixl_xfer *xfer) {
+static bool hixl_xfer_needs_reconnect(const hixl_link *link, const hixl_xfer *xfer) {
     if (link->route != HIXL_BY_NETWORK) {
         return false;
     }
@@ -306,7 +306,7 @@ static bool outdated(const hixl_link *link, const hixl_xfer *xfer) {
     return unknown || xfer->import->location.version > link->remote_version;
 }
 
-static void serve(hixl_link *link, uint64_t now_ms) {
+static void hixl_xfer_submit_some(hixl_link *link, uint64_t now_ms) {
     hixl_device *device = link->device;
     bool broken = false;
     bool full = link->route == HIXL_BY_COPY && link->live != 0; /* a stream tells only when all of it is done */
@@ -316,29 +316,29 @@ static void serve(hixl_link *link, uint64_t now_ms) {
         bool cancelled = atomic_load_explicit(&xfer->op->cancelled, memory_order_relaxed);
         if (cancelled ||
             xfer->import->location.epoch != link->epoch) { /* its addresses are of a process that is gone */
-            fail(xfer, cancelled ? KVX_E_CANCELLED : KVX_E_PEER_LOST, -1);
-            step(xfer);
+            hixl_xfer_fail(xfer, cancelled ? KVX_E_CANCELLED : KVX_E_PEER_LOST, -1);
+            hixl_xfer_update(xfer);
             continue;
         }
-        if (outdated(link, xfer)) {
+        if (hixl_xfer_needs_reconnect(link, xfer)) {
             if (link->live == 0) {
                 kvx_hixl_link_fail(link, now_ms, false);
             }
             break;
         }
         (void)kvx_hixl_run_pop(link);
-        int status = submit_batch(link, xfer, &broken);
+        int status = hixl_xfer_submit_batch(link, xfer, &broken);
         if (status == KVX_AGAIN) {
             kvx_hixl_run_push_front(link, xfer);
             link->again_ms = now_ms + HIXL_AGAIN_MS;
             break;
         }
         if (status != KVX_OK) {
-            fail(xfer, broken ? of_an_op(status) : status, (int)xfer->segment);
+            hixl_xfer_fail(xfer, broken ? hixl_xfer_op_status(status) : status, (int)xfer->segment);
         } else if (xfer->left > 0) {
             kvx_hixl_run_push(link, xfer);
         }
-        step(xfer);
+        hixl_xfer_update(xfer);
     }
     if (broken) {
         kvx_hixl_link_fail(link, now_ms, true);
@@ -348,24 +348,24 @@ static void serve(hixl_link *link, uint64_t now_ms) {
 /* -- those that are to end -------------------------------------------------------------------------------------------
  */
 
-static void scan(hixl_link *link, uint64_t now_ms) {
+static void hixl_xfer_drop_cancelled(hixl_link *link, uint64_t now_ms) {
     hixl_transport *hixl = link->device->hixl;
     bool overdue = false, lost = false;
     link->grace_ms = 0;
     for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
         pthread_mutex_lock(&hixl->lock);
-        int why = reason_to_end(xfer);
+        int why = hixl_xfer_end_reason(xfer);
         bool peer_lost = xfer->peer->lost;
         pthread_mutex_unlock(&hixl->lock);
         if (why == KVX_OK) {
             continue;
         }
         if (xfer->left > 0) { /* otherwise it may still end well */
-            fail(xfer, why, -1);
+            hixl_xfer_fail(xfer, why, -1);
         }
         if (xfer->live == 0 || xfer->doubtful) {
-            step(xfer);
+            hixl_xfer_update(xfer);
             continue;
         }
         xfer->left = 0;
@@ -374,7 +374,7 @@ static void scan(hixl_link *link, uint64_t now_ms) {
             xfer->grace_ms = now_ms + hixl->config->cancel_ms;
         }
         if (now_ms >= xfer->grace_ms || peer_lost) {
-            fail(xfer, why, -1);
+            hixl_xfer_fail(xfer, why, -1);
             overdue = true;
             lost |= peer_lost;
         } else if (link->grace_ms == 0 || xfer->grace_ms < link->grace_ms) {
@@ -389,7 +389,7 @@ static void scan(hixl_link *link, uint64_t now_ms) {
 /* -- the device's thread ---------------------------------------------------------------------------------------------
  */
 
-static void inbox_take(hixl_device *device) {
+static void hixl_xfer_inbox_drain(hixl_device *device) {
     hixl_transport *hixl = device->hixl;
     pthread_mutex_lock(&hixl->lock);
     hixl_xfer *xfer = device->inbox_first;
@@ -402,15 +402,15 @@ static void inbox_take(hixl_device *device) {
         if (status == KVX_OK) {
             kvx_hixl_queue_push(link, xfer);
         } else {
-            fail(xfer, status, -1);
-            finish(xfer);
+            hixl_xfer_fail(xfer, status, -1);
+            hixl_xfer_finish(xfer);
         }
         xfer = next;
     }
 }
 
 /* What nobody uses is disconnected, and forgotten when it is down. */
-static void retire(hixl_device *device, uint64_t now_ms) {
+static void hixl_xfer_retire_links(hixl_device *device, uint64_t now_ms) {
     hixl_transport *hixl = device->hixl;
     for (hixl_link *link = device->links, *next; link != NULL; link = next) {
         next = link->next;
@@ -426,33 +426,33 @@ static void retire(hixl_device *device, uint64_t now_ms) {
     }
 }
 
-static uint64_t clock_ns(clockid_t clock) {
+static uint64_t hixl_xfer_clock_ns(clockid_t clock) {
     struct timespec now;
     clock_gettime(clock, &now);
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-static uint64_t now_ns(void) {
-    return clock_ns(CLOCK_MONOTONIC);
+static uint64_t hixl_xfer_now_ns(void) {
+    return hixl_xfer_clock_ns(CLOCK_MONOTONIC);
 }
 
 /* From one return from waiting to the next: when nothing was done but to look and to sleep, that is what looks cost. */
-static void count_cost(hixl_device *device, bool woken) {
-    uint64_t cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+static void hixl_xfer_account_poll(hixl_device *device, bool woken) {
+    uint64_t cpu_ns = hixl_xfer_clock_ns(CLOCK_THREAD_CPUTIME_ID);
     if (device->only_looks && !woken) {
-        hixl_budget_cost(&device->budget, cpu_ns - device->cpu_ns);
+        kvx_hixl_budget_cost(&device->budget, cpu_ns - device->cpu_ns);
     }
     device->cpu_ns = cpu_ns;
     device->only_looks = !woken && device->batches != 0;
 }
 
-static void turn(hixl_link *link, uint64_t now_ms, bool look) {
+static void hixl_xfer_progress_link(hixl_link *link, uint64_t now_ms, bool look) {
     uint32_t live = link->live;
     bool completed = false;
     kvx_hixl_link_turn(link, now_ms);
     if (link->machine.state == HIXL_UP) {
         bool waited = link->live != 0;
-        bool broken = link->route == HIXL_BY_COPY ? poll_copies(link) : poll_network(link);
+        bool broken = link->route == HIXL_BY_COPY ? hixl_xfer_poll_copies(link) : hixl_xfer_poll_network(link);
         if (waited && link->live == 0 && link->run_waiting != 0 && link->window < HIXL_WINDOW_MAX) {
             link->window *= 2;
         }
@@ -462,56 +462,56 @@ static void turn(hixl_link *link, uint64_t now_ms, bool look) {
         }
     }
     if (look || (link->grace_ms != 0 && now_ms >= link->grace_ms)) {
-        scan(link, now_ms);
+        hixl_xfer_drop_cancelled(link, now_ms);
     }
     if (link->run_waiting != 0) {
         kvx_hixl_link_want(link, now_ms);
-        serve(link, now_ms);
+        hixl_xfer_submit_some(link, now_ms);
         if (link->run_waiting != 0) { /* it may have been made anew for this */
             kvx_hixl_link_want(link, now_ms);
         }
     }
     if (link->machine.state == HIXL_UP) {
-        hixl_pace_looked(&link->pace, now_ns(), completed, link->live_bytes);
+        kvx_hixl_pace_looked(&link->pace, hixl_xfer_now_ns(), completed, link->live_bytes);
     } else {
-        hixl_pace_forget(&link->pace);
+        kvx_hixl_pace_forget(&link->pace);
     }
 }
 
-static uint64_t earlier(uint64_t a, uint64_t b) {
+static uint64_t hixl_xfer_earlier(uint64_t a, uint64_t b) {
     return a == 0 || (b != 0 && b < a) ? b : a;
 }
 
 /* When to look again without having been woken, in milliseconds; 0 = never. */
-static uint64_t due(const hixl_device *device) {
+static uint64_t hixl_xfer_next_due(const hixl_device *device) {
     uint64_t at_ms = 0;
     for (const hixl_link *link = device->links; link != NULL; link = link->next) {
-        at_ms = earlier(at_ms, hixl_machine_due(&link->machine, link->run_waiting != 0));
-        at_ms = earlier(at_ms, link->grace_ms);
+        at_ms = hixl_xfer_earlier(at_ms, kvx_hixl_machine_due(&link->machine, link->run_waiting != 0));
+        at_ms = hixl_xfer_earlier(at_ms, link->grace_ms);
         if (link->run_waiting != 0 && link->machine.state == HIXL_UP) {
-            at_ms = earlier(at_ms, link->again_ms);
+            at_ms = hixl_xfer_earlier(at_ms, link->again_ms);
         }
     }
     return at_ms;
 }
 
 /* How long until the library is asked again; 0 = nothing is under way. */
-static uint64_t pace(const hixl_device *device) {
+static uint64_t hixl_xfer_backoff_ns(const hixl_device *device) {
     uint64_t least_ns = 0;
     for (const hixl_link *link = device->links; link != NULL && device->batches != 0; link = link->next) {
         if (link->live != 0 && link->machine.state == HIXL_UP) {
-            least_ns = earlier(least_ns, hixl_pace_next(&link->pace));
+            least_ns = hixl_xfer_earlier(least_ns, kvx_hixl_pace_next(&link->pace));
         }
     }
     return least_ns;
 }
 
-static bool wait_for(hixl_device *device, int timeout_ms) {
+static bool hixl_xfer_wait_for(hixl_device *device, int timeout_ms) {
     struct pollfd ready = {.fd = device->wake_fd, .events = POLLIN};
-    uint64_t at_ms = due(device), now_ms = at_ms != 0 ? kvx_now_ms() : 0;
+    uint64_t at_ms = hixl_xfer_next_due(device), now_ms = at_ms != 0 ? kvx_now_ms() : 0;
     uint64_t left_ns = at_ms <= now_ms ? 0 : (at_ms - now_ms) * 1000000;
     bool bounded = at_ms != 0;
-    uint64_t pace_ns = hixl_budget_pause(&device->budget, pace(device));
+    uint64_t pace_ns = kvx_hixl_budget_pause(&device->budget, hixl_xfer_backoff_ns(device));
     if (pace_ns != 0) {
         left_ns = !bounded || pace_ns < left_ns ? pace_ns : left_ns;
         bounded = true;
@@ -530,25 +530,25 @@ static bool wait_for(hixl_device *device, int timeout_ms) {
 }
 
 int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
-    bool woken = wait_for(device, timeout_ms);
+    bool woken = hixl_xfer_wait_for(device, timeout_ms);
     if (!device->thread_ready) {
         device->thread_ready = true;
         (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
     }
-    count_cost(device, woken);
+    hixl_xfer_account_poll(device, woken);
     device->moved = false;
     uint64_t now_ms = kvx_now_ms();
     if (woken) {
-        inbox_take(device);
+        hixl_xfer_inbox_drain(device);
         kvx_hixl_calls_returned(device, now_ms);
         kvx_hixl_views_turn(device);
-        retire(device, now_ms);
+        hixl_xfer_retire_links(device, now_ms);
     }
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
-        turn(link, now_ms, woken);
+        hixl_xfer_progress_link(link, now_ms, woken);
     }
     device->only_looks &= !device->moved;
-    hixl_budget_looked(&device->budget, now_ns(), device->batches != 0);
+    kvx_hixl_budget_looked(&device->budget, hixl_xfer_now_ns(), device->batches != 0);
     return device->moved;
 }
 
@@ -604,17 +604,17 @@ int kvx_hixl_submit(void *transport, kvx_op *op) {
 
 /* The progress threads are gone, and the links are down or hopeless. */
 void kvx_hixl_xfers_close(hixl_device *device) {
-    inbox_take(device);
+    hixl_xfer_inbox_drain(device);
     for (hixl_link *link = device->links; link != NULL; link = link->next) {
         while (link->batch_first != NULL) {
-            batch_end(link, link->batch_first, NULL, KVX_E_LINK, true);
+            hixl_xfer_batch_end(link, link->batch_first, NULL, KVX_E_LINK, true);
         }
         while (link->first != NULL) {
             hixl_xfer *xfer = link->first;
             xfer->doubtful = false;
             xfer->status = KVX_E_CLOSED;
             KVX_ASSERT(xfer->live == 0); /* otherwise this would never end */
-            step(xfer);
+            hixl_xfer_update(xfer);
             KVX_ASSERT(link->first != xfer);
         }
     }

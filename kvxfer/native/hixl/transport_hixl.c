@@ -17,7 +17,7 @@
 /* -- the side thread ------------------------------------------------------------------------------------------------
  */
 
-static void todo_work(hixl_transport *hixl) {
+static void hixl_progress_todo(hixl_transport *hixl) {
     for (;;) {
         pthread_mutex_lock(&hixl->lock);
         hixl_peer *peer = hixl->todo;
@@ -33,7 +33,7 @@ static void todo_work(hixl_transport *hixl) {
     }
 }
 
-static void woken_work(hixl_transport *hixl) {
+static void hixl_progress_woken(hixl_transport *hixl) {
     kvx_hixl_peers_woken(hixl);
     for (hixl_conn *conn = hixl->conns, *next; conn != NULL; conn = next) {
         next = conn->next;
@@ -43,7 +43,7 @@ static void woken_work(hixl_transport *hixl) {
     }
 }
 
-static void expire(hixl_transport *hixl, hixl_conn *conn, uint64_t now_ms) {
+static void hixl_conn_expire(hixl_transport *hixl, hixl_conn *conn, uint64_t now_ms) {
     if (conn == NULL || conn->deadline_ms == 0 || conn->state == HIXL_DEAD) {
         return;
     }
@@ -56,7 +56,7 @@ static void expire(hixl_transport *hixl, hixl_conn *conn, uint64_t now_ms) {
     }
 }
 
-static void deadlines(hixl_transport *hixl) {
+static void hixl_check_deadlines(hixl_transport *hixl) {
     uint64_t now_ms = kvx_now_ms();
     if (hixl->deadline_ms == 0 || now_ms < hixl->deadline_ms) {
         return;
@@ -64,17 +64,17 @@ static void deadlines(hixl_transport *hixl) {
     hixl->deadline_ms = 0;
     for (hixl_conn *conn = hixl->conns, *next; conn != NULL; conn = next) {
         next = conn->next;
-        expire(hixl, conn, now_ms);
+        hixl_conn_expire(hixl, conn, now_ms);
     }
     pthread_mutex_lock(&hixl->lock);
     hixl_peer *peer = hixl->peers; /* others are put before it; only we take any out */
     pthread_mutex_unlock(&hixl->lock);
     for (; peer != NULL; peer = peer->next) {
-        expire(hixl, peer->conn, now_ms);
+        hixl_conn_expire(hixl, peer->conn, now_ms);
     }
 }
 
-static void bury(hixl_transport *hixl) {
+static void hixl_reap(hixl_transport *hixl) {
     while (hixl->graveyard != NULL) {
         hixl_conn *conn = hixl->graveyard;
         hixl->graveyard = conn->grave_next;
@@ -82,7 +82,7 @@ static void bury(hixl_transport *hixl) {
     }
 }
 
-static int wait_ms(const hixl_transport *hixl, int timeout_ms) {
+static int hixl_wait_ms(const hixl_transport *hixl, int timeout_ms) {
     if (hixl->deadline_ms == 0) {
         return timeout_ms;
     }
@@ -92,9 +92,9 @@ static int wait_ms(const hixl_transport *hixl, int timeout_ms) {
     return timeout_ms < 0 || bounded < timeout_ms ? bounded : timeout_ms;
 }
 
-static int side_progress(hixl_transport *hixl, int timeout_ms) {
+static int hixl_side_progress(hixl_transport *hixl, int timeout_ms) {
     struct epoll_event events[EVENTS_MAX];
-    int count = epoll_wait(hixl->epoll_fd, events, EVENTS_MAX, wait_ms(hixl, timeout_ms));
+    int count = epoll_wait(hixl->epoll_fd, events, EVENTS_MAX, hixl_wait_ms(hixl, timeout_ms));
     bool woken = false, accepts = hixl->accept_paused;
     for (int i = 0; i < count; i++) {
         void *what = events[i].data.ptr;
@@ -108,11 +108,11 @@ static int side_progress(hixl_transport *hixl, int timeout_ms) {
         }
     }
     if (woken) {
-        woken_work(hixl);
+        hixl_progress_woken(hixl);
     }
-    deadlines(hixl);
-    todo_work(hixl);
-    bury(hixl);
+    hixl_check_deadlines(hixl);
+    hixl_progress_todo(hixl);
+    hixl_reap(hixl);
     if (accepts) {
         kvx_hixl_accept(hixl);
     }
@@ -121,16 +121,16 @@ static int side_progress(hixl_transport *hixl, int timeout_ms) {
 
 static int hixl_progress(void *transport, uint32_t thread, int timeout_ms) {
     hixl_transport *hixl = transport;
-    return thread == 0 ? side_progress(hixl, timeout_ms)
+    return thread == 0 ? hixl_side_progress(hixl, timeout_ms)
                        : kvx_hixl_device_progress(&hixl->devices[thread - 1], timeout_ms);
 }
 
 /* -- slots ------------------------------------------------------------------------------------------------------------
  */
 
-static void free_all(hixl_transport *hixl) {
+static void hixl_free_all(hixl_transport *hixl) {
     kvx_hixl_devices_close(hixl);
-    bury(hixl);
+    hixl_reap(hixl);
     kvx_hixl_listen_end(hixl);
     if (hixl->epoll_fd >= 0) {
         close(hixl->epoll_fd);
@@ -141,7 +141,7 @@ static void free_all(hixl_transport *hixl) {
 }
 
 /* HIXL names an engine by its address, so it must be one, and not "any". */
-static int host_take(hixl_transport *hixl, char *why, size_t why_size) {
+static int hixl_host_take(hixl_transport *hixl, char *why, size_t why_size) {
     const char *bind =
         hixl->config->hixl_bind != NULL && *hixl->config->hixl_bind ? hixl->config->hixl_bind : "127.0.0.1";
     char bare[64];
@@ -162,20 +162,20 @@ static int host_take(hixl_transport *hixl, char *why, size_t why_size) {
     return KVX_OK;
 }
 
-static bool watch(hixl_transport *hixl, int fd, void *what) {
+static bool hixl_watch(hixl_transport *hixl, int fd, void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
     return epoll_ctl(hixl->epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-static int side_open(hixl_transport *hixl, char *why, size_t why_size) {
+static int hixl_side_open(hixl_transport *hixl, char *why, size_t why_size) {
     int status = kvx_hixl_listen(hixl, why, why_size);
     if (status != KVX_OK) {
         return status;
     }
     hixl->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     hixl->wake_fd = kvx_core_wake_fd(hixl->core, hixl->slot, 0);
-    if (hixl->epoll_fd < 0 || hixl->wake_fd < 0 || !watch(hixl, hixl->wake_fd, &hixl->wake_fd) ||
-        !watch(hixl, hixl->listen_fd, &hixl->listen_fd)) {
+    if (hixl->epoll_fd < 0 || hixl->wake_fd < 0 || !hixl_watch(hixl, hixl->wake_fd, &hixl->wake_fd) ||
+        !hixl_watch(hixl, hixl->listen_fd, &hixl->listen_fd)) {
         snprintf(why, why_size, "hixl: no event descriptors: %s", strerror(errno));
         return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
     }
@@ -206,11 +206,11 @@ static int hixl_open(kvx_core *core, uint32_t slot, const kvx_engine_config *con
     kvx_newcomers_init(&hixl->line);
     hixl->accepted_max = kvx_connections_max(config->accepted_max, 4);
     pthread_mutex_init(&hixl->lock, NULL);
-    int status = host_take(hixl, why, why_size);
+    int status = hixl_host_take(hixl, why, why_size);
     status = status == KVX_OK ? kvx_hixl_devices_open(hixl, why, why_size) : status;
-    status = status == KVX_OK ? side_open(hixl, why, why_size) : status;
+    status = status == KVX_OK ? hixl_side_open(hixl, why, why_size) : status;
     if (status != KVX_OK) {
-        free_all(hixl);
+        hixl_free_all(hixl);
         return status;
     }
     kvx_core_threads_set(core, slot, 1 + hixl->device_count);
@@ -231,7 +231,7 @@ static void hixl_close(void *transport) {
     }
     kvx_hixl_peers_close(hixl);
     kvx_hixl_owner_close(hixl);
-    free_all(hixl);
+    hixl_free_all(hixl);
 }
 
 static void hixl_query(void *transport, kvx_transport_info *info_p) {

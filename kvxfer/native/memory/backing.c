@@ -27,7 +27,7 @@
 #define HUGE_BYTES     KVX_BACKING_HUGE_BYTES
 #define FALLOCATE_STEP (UINT64_C(256) << 20) /* an interrupted fallocate starts over: keep what is lost small */
 
-static uint64_t read_number(const char *path, uint64_t otherwise) {
+static uint64_t backing_read_number(const char *path, uint64_t otherwise) {
     char text[32];
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
@@ -44,7 +44,7 @@ static uint64_t read_number(const char *path, uint64_t otherwise) {
     return end == text ? otherwise : value; /* "max" */
 }
 
-static uint64_t memory_available(void) {
+static uint64_t backing_memory_available(void) {
     char text[512];
     uint64_t available = UINT64_MAX;
     int fd = open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
@@ -58,16 +58,16 @@ static uint64_t memory_available(void) {
         }
     }
     /* The limit of a container; outside of one the root group has no such file. */
-    uint64_t limit = read_number("/sys/fs/cgroup/memory.max", UINT64_MAX);
+    uint64_t limit = backing_read_number("/sys/fs/cgroup/memory.max", UINT64_MAX);
     if (limit != UINT64_MAX) {
-        uint64_t used = read_number("/sys/fs/cgroup/memory.current", 0);
+        uint64_t used = backing_read_number("/sys/fs/cgroup/memory.current", 0);
         uint64_t left = limit > used ? limit - used : 0;
         available = left < available ? left : available;
     }
     return available;
 }
 
-static int memfd_open(uint32_t extra) {
+static int backing_memfd_open(uint32_t extra) {
     int fd = memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL | extra);
     if (fd < 0 && errno == EINVAL) { /* kernels before 6.3 */
         fd = memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING | extra);
@@ -75,7 +75,7 @@ static int memfd_open(uint32_t extra) {
     return fd;
 }
 
-static int space_take(int fd, uint64_t length) {
+static int backing_reserve_file(int fd, uint64_t length) {
     for (uint64_t at = 0; at < length;) {
         uint64_t step = length - at < FALLOCATE_STEP ? length - at : FALLOCATE_STEP;
         if (fallocate(fd, 0, (off_t)at, (off_t)step) == 0) {
@@ -87,7 +87,7 @@ static int space_take(int fd, uint64_t length) {
     return 0;
 }
 
-static void pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
+static void backing_pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
     if (madvise(base, length, MADV_POPULATE_WRITE) == 0) {
         return;
     }
@@ -97,7 +97,7 @@ static void pages_touch(uint8_t *base, uint64_t length, uint64_t page) {
 }
 
 /* Maps the file at a multiple of `alignment`, a power of two. */
-static void *map_aligned(int fd, uint64_t length, uint64_t alignment) {
+static void *backing_map_aligned(int fd, uint64_t length, uint64_t alignment) {
     if (alignment <= (uint64_t)sysconf(_SC_PAGESIZE)) {
         return mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     }
@@ -120,10 +120,10 @@ static void *map_aligned(int fd, uint64_t length, uint64_t alignment) {
     return base;
 }
 
-static int make(const kvx_backing_wish *wish, bool huge, kvx_backing *made_p, int *errno_p) {
+static int backing_try_make(const kvx_backing_wish *wish, bool huge, kvx_backing *made_p, int *errno_p) {
     uint64_t page = huge ? HUGE_BYTES : (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t rounded = (wish->length + page - 1) & ~(page - 1);
-    int fd = memfd_open(huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0);
+    int fd = backing_memfd_open(huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0);
     if (fd < 0) {
         *errno_p = errno;
         return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
@@ -134,12 +134,12 @@ static int make(const kvx_backing_wish *wish, bool huge, kvx_backing *made_p, in
     if (ftruncate(fd, (off_t)rounded) != 0) {
         *errno_p = errno;
         status = errno == EFBIG || errno == EINVAL ? KVX_E_LENGTH : KVX_E_SYSTEM;
-    } else if ((base = map_aligned(fd, rounded, huge ? 0 : wish->alignment)) == MAP_FAILED) {
+    } else if ((base = backing_map_aligned(fd, rounded, huge ? 0 : wish->alignment)) == MAP_FAILED) {
         *errno_p = errno;
         status = errno == ENOMEM ? KVX_E_NOMEM : KVX_E_SYSTEM;
     } else {
         bound = kvx_numa_bind(base, rounded, wish->numa_node); /* before the pages exist */
-        *errno_p = space_take(fd, rounded);
+        *errno_p = backing_reserve_file(fd, rounded);
         status = *errno_p == 0 ? KVX_OK : KVX_E_SHM_SPACE;
     }
     if (status == KVX_OK && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
@@ -153,7 +153,7 @@ static int make(const kvx_backing_wish *wish, bool huge, kvx_backing *made_p, in
         close(fd);
         return status;
     }
-    pages_touch(base, rounded, page);
+    backing_pages_touch(base, rounded, page);
     *made_p = (kvx_backing){
         .base = base,
         .mapped_length = rounded,
@@ -165,11 +165,11 @@ static int make(const kvx_backing_wish *wish, bool huge, kvx_backing *made_p, in
     return KVX_OK;
 }
 
-static int space_check(uint64_t length, int *errno_p) {
+static int backing_check_limits(uint64_t length, int *errno_p) {
     struct rlimit file;
     /* Past this limit the kernel would send SIGXFSZ. */
     bool too_long = getrlimit(RLIMIT_FSIZE, &file) == 0 && file.rlim_cur != RLIM_INFINITY && length > file.rlim_cur;
-    if (too_long || length > memory_available()) {
+    if (too_long || length > backing_memory_available()) {
         *errno_p = too_long ? EFBIG : ENOSPC;
         return KVX_E_SHM_SPACE;
     }
@@ -178,11 +178,12 @@ static int space_check(uint64_t length, int *errno_p) {
 
 int kvx_backing_make(const kvx_backing_wish *wish, kvx_backing *made_p, int *errno_p) {
     if (wish->length >= HUGE_BYTES && wish->huge) {
-        uint64_t free_pages = read_number("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 0);
-        if (free_pages >= (wish->length + HUGE_BYTES - 1) / HUGE_BYTES && make(wish, true, made_p, errno_p) == KVX_OK) {
+        uint64_t free_pages = backing_read_number("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 0);
+        if (free_pages >= (wish->length + HUGE_BYTES - 1) / HUGE_BYTES &&
+            backing_try_make(wish, true, made_p, errno_p) == KVX_OK) {
             return KVX_OK;
         }
     }
-    int status = space_check(wish->length, errno_p);
-    return status == KVX_OK ? make(wish, false, made_p, errno_p) : status;
+    int status = backing_check_limits(wish->length, errno_p);
+    return status == KVX_OK ? backing_try_make(wish, false, made_p, errno_p) : status;
 }

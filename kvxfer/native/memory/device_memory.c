@@ -42,29 +42,30 @@ typedef struct ghost {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static ghost *ghosts;
 
-__attribute__((format(printf, 2, 3))) static void say(kvx_mem_why *why, const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static void device_memory_set_error(kvx_mem_why *why, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(why->text, sizeof(why->text), format, arguments);
     va_end(arguments);
 }
 
-static uint64_t rounded(uint64_t length) {
+static uint64_t device_memory_round_up(uint64_t length) {
     return (length + KVX_ASCEND_ALIGNMENT - 1) / KVX_ASCEND_ALIGNMENT * KVX_ASCEND_ALIGNMENT;
 }
 
-static kvx_ascend_where where_of(uint32_t kind) {
+static kvx_ascend_where device_memory_location_of(uint32_t kind) {
     return kind == KVX_MEM_HBM ? KVX_ASCEND_DEVICE : KVX_ASCEND_HOST;
 }
 
 /* The library, and the device within its range; NULL with *status_p set. */
-static const kvx_ascend_api *device_get(int32_t device, int *status_p, kvx_mem_why *why) {
+static const kvx_ascend_api *device_memory_device_get(int32_t device, int *status_p, kvx_mem_why *why) {
     const kvx_ascend_api *api = kvx_ascend_get(why->text, sizeof(why->text));
     *status_p = KVX_OK;
     if (api == NULL) {
         *status_p = KVX_E_UNSUPPORTED;
     } else if (device < 0 || (uint32_t)device >= api->facts.devices) {
-        say(why, "there is no device %" PRId32 ": this process sees %" PRIu32, device, api->facts.devices);
+        device_memory_set_error(why, "there is no device %" PRId32 ": this process sees %" PRIu32, device,
+                                api->facts.devices);
         *status_p = KVX_E_NO_DEVICE;
         api = NULL;
     }
@@ -72,16 +73,16 @@ static const kvx_ascend_api *device_get(int32_t device, int *status_p, kvx_mem_w
 }
 
 /* What the driver said, for whoever searches for it. */
-static void say_driver(const kvx_ascend_api *api, kvx_mem_why *why) {
+static void device_memory_set_driver_error(const kvx_ascend_api *api, kvx_mem_why *why) {
     const char *said = api->last_error != NULL ? api->last_error() : NULL;
     if (said != NULL && said[0] != '\0') {
-        say(why, "%s", said);
+        device_memory_set_error(why, "%s", said);
     }
 }
 
 /* -- the list; with the lock held --------------------------------------------------------------------------------- */
 
-static uint32_t registrations(const kvx_core *core, int32_t device) {
+static uint32_t device_memory_count_registrations(const kvx_core *core, int32_t device) {
     uint32_t count = 0;
     for (const kvx_arena *arena = core->arenas; arena != NULL; arena = arena->next) {
         count += arena->device == device;
@@ -89,16 +90,17 @@ static uint32_t registrations(const kvx_core *core, int32_t device) {
     return count;
 }
 
-static int limit_check(const kvx_core *core, int32_t device, kvx_mem_why *why) {
-    if (registrations(core, device) < KVX_ASCEND_REGIONS_MAX) {
+static int device_memory_limit_check(const kvx_core *core, int32_t device, kvx_mem_why *why) {
+    if (device_memory_count_registrations(core, device) < KVX_ASCEND_REGIONS_MAX) {
         return KVX_OK;
     }
-    say(why, "device %" PRId32 " has %d registrations, more do not fit its library's exchange with peers", device,
+    device_memory_set_error(
+        why, "device %" PRId32 " has %d registrations, more do not fit its library's exchange with peers", device,
         KVX_ASCEND_REGIONS_MAX);
     return KVX_E_LIMIT;
 }
 
-static void arena_link(kvx_core *core, kvx_arena *arena) {
+static void device_memory_arena_link(kvx_core *core, kvx_arena *arena) {
     kvx_lock(core);
     arena->id = core->generation_base + core->next_id++;
     kvx_unlock(core);
@@ -113,7 +115,7 @@ static void arena_link(kvx_core *core, kvx_arena *arena) {
     }
 }
 
-static void arena_unlink(kvx_arena *arena) {
+static void device_memory_arena_unlink(kvx_arena *arena) {
     kvx_core *core = arena->core;
     if (core == NULL) {
         return;
@@ -132,19 +134,20 @@ static void arena_unlink(kvx_arena *arena) {
     }
 }
 
-static void arena_end(kvx_arena *arena) {
-    arena_unlink(arena);
+static void device_memory_arena_destroy(kvx_arena *arena) {
+    device_memory_arena_unlink(arena);
     if (arena->space != NULL) {
         const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
         if (api != NULL && !arena->abandoned) {
-            api->mem_free(arena->device, where_of(arena->kind), arena->base, NULL); /* no way to act on an error */
+            api->mem_free(arena->device, device_memory_location_of(arena->kind), arena->base,
+                          NULL); /* no way to act on an error */
         }
         kvx_space_close(arena->space);
     }
     free(arena);
 }
 
-static int arena_take(kvx_arena *arena, uint64_t length, kvx_region *region_p) {
+static int device_memory_arena_alloc(kvx_arena *arena, uint64_t length, kvx_region *region_p) {
     uint64_t alignment = length >= KVX_ASCEND_ALIGNMENT ? KVX_ASCEND_ALIGNMENT : KVX_SPACE_GRAIN;
     uint64_t offset = 0;
     int status = kvx_space_take(arena->space, length, alignment, &offset);
@@ -154,7 +157,7 @@ static int arena_take(kvx_arena *arena, uint64_t length, kvx_region *region_p) {
     return status;
 }
 
-static void describe(const kvx_arena *arena, uint64_t length, kvx_region *region_p) {
+static void device_memory_region_fill(const kvx_arena *arena, uint64_t length, kvx_region *region_p) {
     region_p->length = length;
     region_p->kind = arena->kind;
     region_p->device = arena->device;
@@ -168,13 +171,13 @@ static void describe(const kvx_arena *arena, uint64_t length, kvx_region *region
 /* -- allocation -----------------------------------------------------------------------------------------------------
  */
 
-static int memory_take(const kvx_ascend_api *api, kvx_arena *arena, uint64_t length, kvx_mem_why *why) {
+static int device_memory_alloc(const kvx_ascend_api *api, kvx_arena *arena, uint64_t length, kvx_mem_why *why) {
     void *memory = NULL;
     kvx_numa_policy before = {0};
     if (arena->kind == KVX_MEM_PINNED && arena->numa_node >= 0) {
         arena->numa_applied = kvx_numa_prefer(arena->numa_node, &before);
     }
-    int status = api->mem_alloc(arena->device, where_of(arena->kind), length, &memory, &why->raw);
+    int status = api->mem_alloc(arena->device, device_memory_location_of(arena->kind), length, &memory, &why->raw);
     kvx_numa_restore(&before);
     if (status == KVX_OK) {
         arena->base = memory;
@@ -184,11 +187,11 @@ static int memory_take(const kvx_ascend_api *api, kvx_arena *arena, uint64_t len
 }
 
 /* As large as configured if there is room; in steps down to what is needed. */
-static int arena_make(kvx_core *core, const kvx_ascend_api *api, const kvx_alloc_args *args, kvx_arena **arena_p,
-                      kvx_mem_why *why) {
-    const uint64_t needed = rounded(args->length);
+static int device_memory_arena_make(kvx_core *core, const kvx_ascend_api *api, const kvx_alloc_args *args,
+                                    kvx_arena **arena_p, kvx_mem_why *why) {
+    const uint64_t needed = device_memory_round_up(args->length);
     uint64_t size = args->kind == KVX_MEM_HBM ? core->config.hbm_arena_bytes : core->config.pinned_arena_bytes;
-    int status = limit_check(core, args->device, why);
+    int status = device_memory_limit_check(core, args->device, why);
     kvx_arena *arena = status == KVX_OK ? calloc(1, sizeof(*arena)) : NULL;
     if (arena == NULL) {
         return status == KVX_OK ? KVX_E_NOMEM : status;
@@ -196,28 +199,29 @@ static int arena_make(kvx_core *core, const kvx_ascend_api *api, const kvx_alloc
     arena->kind = args->kind;
     arena->device = args->device;
     arena->numa_node = args->kind == KVX_MEM_PINNED ? args->numa_node : -1;
-    for (size = size < needed ? needed : rounded(size);; size = size / 2 < needed ? needed : rounded(size / 2)) {
-        status = memory_take(api, arena, size, why);
+    for (size = size < needed ? needed : device_memory_round_up(size);;
+         size = size / 2 < needed ? needed : device_memory_round_up(size / 2)) {
+        status = device_memory_alloc(api, arena, size, why);
         if (status != KVX_E_DEVICE_MEMORY || size == needed) {
             break;
         }
     }
     if (status == KVX_OK && (arena->space = kvx_space_open(arena->length)) == NULL) {
-        api->mem_free(arena->device, where_of(arena->kind), arena->base, NULL);
+        api->mem_free(arena->device, device_memory_location_of(arena->kind), arena->base, NULL);
         status = KVX_E_NOMEM;
     }
     if (status != KVX_OK) {
-        say_driver(api, why);
+        device_memory_set_driver_error(api, why);
         free(arena);
         return status;
     }
     why->raw = 0;
-    arena_link(core, arena);
+    device_memory_arena_link(core, arena);
     *arena_p = arena;
     return KVX_OK;
 }
 
-static bool fits(const kvx_arena *arena, const kvx_alloc_args *args) {
+static bool device_memory_arena_fits(const kvx_arena *arena, const kvx_alloc_args *args) {
     return arena->space != NULL && arena->kind == args->kind && arena->device == args->device &&
            (args->kind == KVX_MEM_HBM || arena->numa_node == args->numa_node);
 }
@@ -225,7 +229,7 @@ static bool fits(const kvx_arena *arena, const kvx_alloc_args *args) {
 int kvx_arena_alloc(kvx_core *core, const kvx_alloc_args *args, kvx_region *region_p, kvx_arena **arena_p,
                     kvx_mem_why *why) {
     int status;
-    const kvx_ascend_api *api = device_get(args->device, &status, why);
+    const kvx_ascend_api *api = device_memory_device_get(args->device, &status, why);
     if (api == NULL) {
         return status;
     }
@@ -233,18 +237,19 @@ int kvx_arena_alloc(kvx_core *core, const kvx_alloc_args *args, kvx_region *regi
     status = KVX_E_DEVICE_MEMORY;
     kvx_arena *arena = core->arenas;
     for (; arena != NULL; arena = arena->next) {
-        if (fits(arena, args) && (status = arena_take(arena, args->length, region_p)) != KVX_E_DEVICE_MEMORY) {
+        if (device_memory_arena_fits(arena, args) &&
+            (status = device_memory_arena_alloc(arena, args->length, region_p)) != KVX_E_DEVICE_MEMORY) {
             break;
         }
     }
     if (arena == NULL) {
-        status = arena_make(core, api, args, &arena, why);
-        if (status == KVX_OK && (status = arena_take(arena, args->length, region_p)) != KVX_OK) {
-            arena_end(arena);
+        status = device_memory_arena_make(core, api, args, &arena, why);
+        if (status == KVX_OK && (status = device_memory_arena_alloc(arena, args->length, region_p)) != KVX_OK) {
+            device_memory_arena_destroy(arena);
         }
     }
     if (status == KVX_OK) {
-        describe(arena, args->length, region_p);
+        device_memory_region_fill(arena, args->length, region_p);
         *arena_p = arena;
         if (arena->numa_node >= 0 && !arena->numa_applied) {
             region_p->flags |= KVX_REGION_NUMA_DENIED;
@@ -262,7 +267,7 @@ int kvx_arena_alloc(kvx_core *core, const kvx_alloc_args *args, kvx_region *regi
 /* -- the application's memory -----------------------------------------------------------------------------------------
  */
 
-static int owner_check(const kvx_ascend_api *api, const kvx_register_args *args, kvx_mem_why *why) {
+static int device_memory_owner_check(const kvx_ascend_api *api, const kvx_register_args *args, kvx_mem_why *why) {
     kvx_ascend_where where = KVX_ASCEND_FOREIGN;
     int32_t device = -1;
     int status = api->mem_query((void *)(uintptr_t)args->address, &where, &device, &why->base, &why->length, &why->raw);
@@ -271,27 +276,28 @@ static int owner_check(const kvx_ascend_api *api, const kvx_register_args *args,
         return KVX_OK; /* the library cannot tell: the caller's word stands */
     }
     if (status != KVX_OK) {
-        say_driver(api, why);
+        device_memory_set_driver_error(api, why);
         return status;
     }
     if (args->kind == KVX_MEM_PINNED && where != KVX_ASCEND_HOST) {
-        say(why,
-            where == KVX_ASCEND_DEVICE ? "this is memory of device %" PRId32
-                                       : "the driver did not allocate this memory",
-            device);
+        device_memory_set_error(why,
+                                where == KVX_ASCEND_DEVICE ? "this is memory of device %" PRId32
+                                                           : "the driver did not allocate this memory",
+                                device);
         return KVX_E_HOST_MEMORY;
     }
     if (args->kind == KVX_MEM_HBM && where != KVX_ASCEND_DEVICE) {
-        say(why, "this is not memory of a device%s", where == KVX_ASCEND_HOST ? " but pinned host memory" : "");
+        device_memory_set_error(why, "this is not memory of a device%s",
+                                where == KVX_ASCEND_HOST ? " but pinned host memory" : "");
         return KVX_E_INVALID;
     }
     if (args->kind == KVX_MEM_HBM && device >= 0 && device != args->device) {
-        say(why, "this is memory of device %" PRId32 ", not of %" PRId32, device, args->device);
+        device_memory_set_error(why, "this is memory of device %" PRId32 ", not of %" PRId32, device, args->device);
         return KVX_E_INVALID;
     }
     if (why->length != 0 && (args->address < why->base || args->length > why->length ||
                              args->address - why->base > why->length - args->length)) {
-        say(why, "it leaves its allocation");
+        device_memory_set_error(why, "it leaves its allocation");
         return KVX_E_LENGTH;
     }
     return KVX_OK;
@@ -299,14 +305,14 @@ static int owner_check(const kvx_ascend_api *api, const kvx_register_args *args,
 
 /* Device memory is registered by pages of 2 MiB, and peers reach whole pages. The rest of the last page may be included
  * only when it belongs to nobody else: when the allocation ends there. */
-static int alignment_check(const kvx_register_args *args, const kvx_mem_why *why) {
+static int device_memory_alignment_check(const kvx_register_args *args, const kvx_mem_why *why) {
     uint64_t end = args->address + args->length;
     bool last = why->length != 0 && end == why->base + why->length;
     bool aligned = args->address % KVX_ASCEND_ALIGNMENT == 0 && (last || args->length % KVX_ASCEND_ALIGNMENT == 0);
     return args->kind != KVX_MEM_HBM || aligned ? KVX_OK : KVX_E_ALIGN;
 }
 
-static bool inside_arena(const kvx_core *core, const kvx_register_args *args) {
+static bool device_memory_inside_arena(const kvx_core *core, const kvx_register_args *args) {
     for (const kvx_arena *arena = core->arenas; arena != NULL; arena = arena->next) {
         uint64_t base = (uint64_t)(uintptr_t)arena->base;
         if (arena->device == args->device && arena->kind == args->kind && args->address < base + arena->length &&
@@ -320,9 +326,9 @@ static bool inside_arena(const kvx_core *core, const kvx_register_args *args) {
 int kvx_arena_adopt(kvx_core *core, const kvx_register_args *args, kvx_region *region_p, kvx_arena **arena_p,
                     kvx_mem_why *why) {
     int status;
-    const kvx_ascend_api *api = device_get(args->device, &status, why);
-    if (api == NULL || (status = owner_check(api, args, why)) != KVX_OK ||
-        (status = alignment_check(args, why)) != KVX_OK) {
+    const kvx_ascend_api *api = device_memory_device_get(args->device, &status, why);
+    if (api == NULL || (status = device_memory_owner_check(api, args, why)) != KVX_OK ||
+        (status = device_memory_alignment_check(args, why)) != KVX_OK) {
         return status;
     }
     kvx_arena *arena = calloc(1, sizeof(*arena));
@@ -330,14 +336,15 @@ int kvx_arena_adopt(kvx_core *core, const kvx_register_args *args, kvx_region *r
         return KVX_E_NOMEM;
     }
     arena->base = (uint8_t *)(uintptr_t)args->address;
-    arena->length = args->kind == KVX_MEM_HBM ? rounded(args->length) : args->length;
+    arena->length = args->kind == KVX_MEM_HBM ? device_memory_round_up(args->length) : args->length;
     arena->kind = args->kind;
     arena->device = args->device;
     arena->numa_node = -1;
     pthread_mutex_lock(&lock);
-    status = inside_arena(core, args) ? KVX_E_OVERLAP : limit_check(core, args->device, why);
+    status =
+        device_memory_inside_arena(core, args) ? KVX_E_OVERLAP : device_memory_limit_check(core, args->device, why);
     if (status == KVX_OK) {
-        arena_link(core, arena);
+        device_memory_arena_link(core, arena);
     }
     pthread_mutex_unlock(&lock);
     if (status != KVX_OK) {
@@ -345,7 +352,7 @@ int kvx_arena_adopt(kvx_core *core, const kvx_register_args *args, kvx_region *r
         return status;
     }
     region_p->base = arena->base;
-    describe(arena, args->length, region_p);
+    device_memory_region_fill(arena, args->length, region_p);
     *arena_p = arena;
     return KVX_OK;
 }
@@ -353,18 +360,18 @@ int kvx_arena_adopt(kvx_core *core, const kvx_register_args *args, kvx_region *r
 /* -- giving back ------------------------------------------------------------------------------------------------------
  */
 
-static void give_locked(kvx_arena *arena, uint8_t *base) {
+static void device_memory_arena_free_locked(kvx_arena *arena, uint8_t *base) {
     if (arena->space != NULL) {
         int status = kvx_space_give(arena->space, (uint64_t)(base - arena->base));
         KVX_ASSERT(status == KVX_OK); /* twice would hand the same bytes to two regions */
     }
     bool empty = arena->space == NULL || kvx_space_empty(arena->space);
     if (empty && !(arena->kept && arena->core != NULL && arena->space != NULL)) {
-        arena_end(arena);
+        device_memory_arena_destroy(arena);
     }
 }
 
-static kvx_arena *arena_find(kvx_core *core, uint64_t id) {
+static kvx_arena *device_memory_arena_find(kvx_core *core, uint64_t id) {
     kvx_arena *arena = core->arenas;
     while (arena != NULL && arena->id != id) {
         arena = arena->next;
@@ -374,7 +381,7 @@ static kvx_arena *arena_find(kvx_core *core, uint64_t id) {
 
 bool kvx_arena_keep(kvx_core *core, uint64_t id) {
     pthread_mutex_lock(&lock);
-    kvx_arena *arena = arena_find(core, id);
+    kvx_arena *arena = device_memory_arena_find(core, id);
     bool ours = arena != NULL && arena->space != NULL;
     if (ours) {
         arena->kept = true;
@@ -385,7 +392,7 @@ bool kvx_arena_keep(kvx_core *core, uint64_t id) {
 
 void kvx_arena_abandon(kvx_core *core, uint64_t id) {
     pthread_mutex_lock(&lock);
-    kvx_arena *arena = arena_find(core, id);
+    kvx_arena *arena = device_memory_arena_find(core, id);
     if (arena != NULL) {
         arena->abandoned = true;
     }
@@ -394,7 +401,7 @@ void kvx_arena_abandon(kvx_core *core, uint64_t id) {
 
 void kvx_arena_give(kvx_arena *arena, uint8_t *base) {
     pthread_mutex_lock(&lock);
-    give_locked(arena, base);
+    device_memory_arena_free_locked(arena, base);
     pthread_mutex_unlock(&lock);
 }
 
@@ -418,7 +425,7 @@ void kvx_mem_unview(uint64_t address) {
     ghost *found = *at;
     if (found != NULL) {
         *at = found->next;
-        give_locked(found->arena, found->base);
+        device_memory_arena_free_locked(found->arena, found->base);
         free(found);
     }
     pthread_mutex_unlock(&lock);
@@ -429,10 +436,10 @@ void kvx_arenas_close(kvx_core *core) {
     while (core->arenas != NULL) {
         kvx_arena *arena = core->arenas;
         bool empty = arena->space != NULL && kvx_space_empty(arena->space); /* kept */
-        arena_unlink(arena);
+        device_memory_arena_unlink(arena);
         KVX_ASSERT(core->arenas != arena);
         if (empty) {
-            arena_end(arena);
+            device_memory_arena_destroy(arena);
         }
     }
     pthread_mutex_unlock(&lock);
@@ -442,21 +449,21 @@ int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p
     kvx_core *core = &engine->core;
     int status;
     memset(why_p, 0, sizeof(*why_p));
-    const kvx_ascend_api *api = device_get(device, &status, why_p);
+    const kvx_ascend_api *api = device_memory_device_get(device, &status, why_p);
     if (api == NULL) {
         return status;
     }
     *info_p = (kvx_device_info){.physical = -1};
     status = api->device_info(device, &info_p->free_bytes, &info_p->total_bytes, &why_p->raw);
     if (status != KVX_OK) {
-        say_driver(api, why_p);
+        device_memory_set_driver_error(api, why_p);
         return status;
     }
     if (api->device_physical(device, &info_p->physical, NULL) != KVX_OK) {
         info_p->physical = -1;
     }
     pthread_mutex_lock(&lock);
-    info_p->registrations = registrations(core, device);
+    info_p->registrations = device_memory_count_registrations(core, device);
     for (const kvx_arena *arena = core->arenas; arena != NULL; arena = arena->next) {
         if (arena->device == device && arena->kind == KVX_MEM_HBM && arena->space != NULL) {
             info_p->arena_bytes += arena->length;
@@ -480,8 +487,8 @@ int kvx_device_query(kvx_engine *engine, int32_t device, kvx_device_info *info_p
  */
 
 /* Between two cards that do not reach each other: through the host. */
-static int copy_staged(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
-                       uint32_t *raw_p) {
+static int device_memory_copy_staged(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
+                                     uint32_t *raw_p) {
     uint64_t size = length < STAGE_BYTES ? length : STAGE_BYTES;
     uint8_t *stage = malloc(size);
     int status = stage == NULL ? KVX_E_NOMEM : KVX_OK;
@@ -496,8 +503,8 @@ static int copy_staged(const kvx_ascend_api *api, kvx_place target, kvx_place so
     return status;
 }
 
-static int copy_devices(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
-                        uint32_t *raw_p) {
+static int device_memory_copy_devices(const kvx_ascend_api *api, kvx_place target, kvx_place source, uint64_t length,
+                                      uint32_t *raw_p) {
     int32_t there = 1, back = 1;
     if (target.device != source.device) { /* asking also enables it */
         if (api->device_peer(target.device, source.device, &there, NULL) != KVX_OK ||
@@ -506,7 +513,7 @@ static int copy_devices(const kvx_ascend_api *api, kvx_place target, kvx_place s
         }
     }
     return there && back ? api->copy(target.device, target.address, source.address, length, raw_p)
-                         : copy_staged(api, target, source, length, raw_p);
+                         : device_memory_copy_staged(api, target, source, length, raw_p);
 }
 
 int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
@@ -517,7 +524,7 @@ int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_by
             return api == NULL ? KVX_E_UNSUPPORTED : KVX_OK;
         }
         if (kvx_place_on_device(target) && kvx_place_on_device(source)) {
-            return copy_devices(api, target, source, length, raw_p);
+            return device_memory_copy_devices(api, target, source, length, raw_p);
         }
         return api->copy(device, target.address, source.address, length, raw_p);
     }

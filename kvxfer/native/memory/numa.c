@@ -11,7 +11,7 @@
 #define WORD_BITS      (8 * sizeof(unsigned long))
 #define MASK_WORDS     (KVX_NUMA_NODES_MAX / WORD_BITS)
 
-static bool mask_set(unsigned long *mask, int32_t node) {
+static bool numa_mask_set(unsigned long *mask, int32_t node) {
     if (node < 0 || node >= KVX_NUMA_NODES_MAX) {
         return false;
     }
@@ -22,12 +22,12 @@ static bool mask_set(unsigned long *mask, int32_t node) {
 
 bool kvx_numa_bind(void *base, uint64_t length, int32_t node) {
     unsigned long mask[MASK_WORDS];
-    return mask_set(mask, node) && syscall(SYS_mbind, base, length, MODE_BIND, mask, KVX_NUMA_NODES_MAX, 0) == 0;
+    return numa_mask_set(mask, node) && syscall(SYS_mbind, base, length, MODE_BIND, mask, KVX_NUMA_NODES_MAX, 0) == 0;
 }
 
 bool kvx_numa_prefer(int32_t node, kvx_numa_policy *before_p) {
     unsigned long mask[MASK_WORDS];
-    before_p->changed = mask_set(mask, node) &&
+    before_p->changed = numa_mask_set(mask, node) &&
                         syscall(SYS_get_mempolicy, &before_p->mode, before_p->mask, KVX_NUMA_NODES_MAX, NULL, 0) == 0 &&
                         syscall(SYS_set_mempolicy, MODE_PREFERRED, mask, KVX_NUMA_NODES_MAX) == 0;
     return before_p->changed;

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 /* "7f12a000-7f13b000 rw-p ..."; the list is in order of addresses. False: not such a line. */
-static bool line_read(const char *line, uint64_t *begin_p, uint64_t *end_p, const char **rights_p) {
+static bool pages_parse_line(const char *line, uint64_t *begin_p, uint64_t *end_p, const char **rights_p) {
     char *at;
     *begin_p = strtoull(line, &at, 16);
     if (at == line || *at != '-') {
@@ -18,14 +18,14 @@ static bool line_read(const char *line, uint64_t *begin_p, uint64_t *end_p, cons
     return at != second && *at == ' ' && at[1] != '\0' && at[2] != '\0';
 }
 
-static kvx_pages_found walk(FILE *list, uint64_t address, uint64_t length, bool write, uint64_t *where_p) {
+static kvx_pages_found pages_scan(FILE *list, uint64_t address, uint64_t length, bool write, uint64_t *where_p) {
     kvx_pages_found found = KVX_PAGES_HOLE;
     uint64_t at = address, begin, end, last = address + length - 1;
     char *line = NULL;
     const char *rights;
     size_t size = 0;
     while (getline(&line, &size, list) > 0) {
-        if (!line_read(line, &begin, &end, &rights) || end <= at) {
+        if (!pages_parse_line(line, &begin, &end, &rights) || end <= at) {
             continue;
         }
         if (begin > at) {
@@ -51,7 +51,7 @@ kvx_pages_found kvx_pages_allow(uint64_t address, uint64_t length, bool write, u
     if (list == NULL) {
         return KVX_PAGES_UNKNOWN;
     }
-    kvx_pages_found found = walk(list, address, length, write, where_p);
+    kvx_pages_found found = pages_scan(list, address, length, write, where_p);
     fclose(list);
     return found;
 }

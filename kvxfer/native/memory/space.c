@@ -15,7 +15,7 @@ struct kvx_space {
     uint64_t taken;
 };
 
-static extent *extent_make(uint64_t offset, uint64_t length, extent *previous, extent *next) {
+static extent *space_extent_make(uint64_t offset, uint64_t length, extent *previous, extent *next) {
     extent *made = malloc(sizeof(*made));
     if (made != NULL) {
         *made = (extent){.offset = offset, .length = length, .previous = previous, .next = next};
@@ -26,7 +26,7 @@ static extent *extent_make(uint64_t offset, uint64_t length, extent *previous, e
 kvx_space *kvx_space_open(uint64_t length) {
     kvx_space *space = calloc(1, sizeof(*space));
     uint64_t usable = length - length % KVX_SPACE_GRAIN;
-    if (space == NULL || usable == 0 || (space->first = extent_make(0, usable, NULL, NULL)) == NULL) {
+    if (space == NULL || usable == 0 || (space->first = space_extent_make(0, usable, NULL, NULL)) == NULL) {
         free(space);
         return NULL;
     }
@@ -47,8 +47,8 @@ bool kvx_space_empty(const kvx_space *space) {
 }
 
 /* Cuts the first `length` bytes off; the rest becomes an extent of its own behind it, free like it was. */
-static bool split(extent *at, uint64_t length) {
-    extent *rest = extent_make(at->offset + length, at->length - length, at, at->next);
+static bool space_split(extent *at, uint64_t length) {
+    extent *rest = space_extent_make(at->offset + length, at->length - length, at, at->next);
     if (rest == NULL) {
         return false;
     }
@@ -61,7 +61,7 @@ static bool split(extent *at, uint64_t length) {
 }
 
 /* Both are free: the second becomes part of the first. */
-static void merge(extent *at, extent *gone) {
+static void space_merge(extent *at, extent *gone) {
     at->length += gone->length;
     at->next = gone->next;
     if (gone->next != NULL) {
@@ -70,13 +70,13 @@ static void merge(extent *at, extent *gone) {
     free(gone);
 }
 
-static extent *settle(extent *at) {
+static extent *space_coalesce(extent *at) {
     if (at->next != NULL && !at->next->taken) {
-        merge(at, at->next);
+        space_merge(at, at->next);
     }
     if (at->previous != NULL && !at->previous->taken) {
         at = at->previous;
-        merge(at, at->next);
+        space_merge(at, at->next);
     }
     return at;
 }
@@ -96,13 +96,13 @@ int kvx_space_take(kvx_space *space, uint64_t length, uint64_t alignment, uint64
             continue;
         }
         if (skip != 0) {
-            if (!split(at, skip)) {
+            if (!space_split(at, skip)) {
                 return KVX_E_NOMEM;
             }
             at = at->next;
         }
-        if (at->length > length && !split(at, length)) {
-            settle(at);
+        if (at->length > length && !space_split(at, length)) {
+            space_coalesce(at);
             return KVX_E_NOMEM;
         }
         at->taken = true;
@@ -123,7 +123,7 @@ int kvx_space_give(kvx_space *space, uint64_t offset) {
     }
     at->taken = false;
     space->taken -= at->length;
-    settle(at);
+    space_coalesce(at);
     return KVX_OK;
 }
 

@@ -7,7 +7,7 @@
 
 #include "transport.h"
 
-static uint64_t load64(const uint8_t *p) {
+static uint64_t auth_load64(const uint8_t *p) {
     uint64_t value;
     memcpy(&value, p, sizeof(value));
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -16,30 +16,30 @@ static uint64_t load64(const uint8_t *p) {
     return value;
 }
 
-static void store64(uint8_t *p, uint64_t value) {
+static void auth_store64(uint8_t *p, uint64_t value) {
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     value = __builtin_bswap64(value);
 #endif
     memcpy(p, &value, sizeof(value));
 }
 
-static inline uint64_t rotate(uint64_t x, int bits) {
+static inline uint64_t auth_rotate(uint64_t x, int bits) {
     return (x << bits) | (x >> (64 - bits));
 }
 
-static inline void rounds(kvx_mac_state *s, int count) {
+static inline void auth_rounds(kvx_mac_state *s, int count) {
     uint64_t v0 = s->v0, v1 = s->v1, v2 = s->v2, v3 = s->v3;
     for (int i = 0; i < count; i++) {
         v0 += v1;
-        v1 = rotate(v1, 13) ^ v0;
-        v0 = rotate(v0, 32);
+        v1 = auth_rotate(v1, 13) ^ v0;
+        v0 = auth_rotate(v0, 32);
         v2 += v3;
-        v3 = rotate(v3, 16) ^ v2;
+        v3 = auth_rotate(v3, 16) ^ v2;
         v0 += v3;
-        v3 = rotate(v3, 21) ^ v0;
+        v3 = auth_rotate(v3, 21) ^ v0;
         v2 += v1;
-        v1 = rotate(v1, 17) ^ v2;
-        v2 = rotate(v2, 32);
+        v1 = auth_rotate(v1, 17) ^ v2;
+        v2 = auth_rotate(v2, 32);
     }
     s->v0 = v0;
     s->v1 = v1;
@@ -47,15 +47,15 @@ static inline void rounds(kvx_mac_state *s, int count) {
     s->v3 = v3;
 }
 
-static inline void absorb(kvx_mac_state *s, uint64_t word) {
+static inline void auth_update_word(kvx_mac_state *s, uint64_t word) {
     s->v3 ^= word;
-    rounds(s, 2);
+    auth_rounds(s, 2);
     s->v0 ^= word;
 }
 
 void kvx_mac_init(kvx_mac_state *state, const uint8_t key[KVX_KEY_BYTES]) {
-    uint64_t k0 = load64(key);
-    uint64_t k1 = load64(key + 8);
+    uint64_t k0 = auth_load64(key);
+    uint64_t k1 = auth_load64(key + 8);
     memset(state, 0, sizeof(*state));
     state->v0 = k0 ^ UINT64_C(0x736f6d6570736575);
     state->v1 = k1 ^ UINT64_C(0x646f72616e646f6d) ^ 0xee; /* 0xee marks the 128-bit variant */
@@ -74,11 +74,11 @@ void kvx_mac_update(kvx_mac_state *state, const void *data, uint64_t length) {
         if (state->tail_length < 8) {
             return;
         }
-        absorb(state, load64(state->tail));
+        auth_update_word(state, auth_load64(state->tail));
         state->tail_length = 0;
     }
     for (; length >= 8; length -= 8, p += 8) {
-        absorb(state, load64(p));
+        auth_update_word(state, auth_load64(p));
     }
     if (length != 0) {
         memcpy(state->tail, p, length);
@@ -91,13 +91,13 @@ void kvx_mac_final(kvx_mac_state *state, uint8_t mac[KVX_MAC_BYTES]) {
     for (uint32_t i = 0; i < state->tail_length; i++) {
         last |= (uint64_t)state->tail[i] << (8 * i);
     }
-    absorb(state, last);
+    auth_update_word(state, last);
     state->v2 ^= 0xee;
-    rounds(state, 4);
-    store64(mac, state->v0 ^ state->v1 ^ state->v2 ^ state->v3);
+    auth_rounds(state, 4);
+    auth_store64(mac, state->v0 ^ state->v1 ^ state->v2 ^ state->v3);
     state->v1 ^= 0xdd;
-    rounds(state, 4);
-    store64(mac + 8, state->v0 ^ state->v1 ^ state->v2 ^ state->v3);
+    auth_rounds(state, 4);
+    auth_store64(mac + 8, state->v0 ^ state->v1 ^ state->v2 ^ state->v3);
     explicit_bzero(state, sizeof(*state));
 }
 

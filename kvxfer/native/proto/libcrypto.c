@@ -15,13 +15,13 @@ static kvx_libcrypto table;
 static bool usable;
 static char reason[512];
 
-static void say(const char *name, const char *what) {
+static void libcrypto_set_error(const char *name, const char *what) {
     size_t used = strlen(reason);
     snprintf(reason + used, sizeof reason - used, "%s%s: %s", used ? "; " : "", name, what);
 }
 
 /* The name of the first function that it lacks, or NULL. */
-static const char *take(void *library) {
+static const char *libcrypto_bind(void *library) {
 #define TAKE(name, result, parameters)                                                                                 \
     if ((*(void **)(&table.name) = dlsym(library, #name)) == NULL) {                                                   \
         return #name;                                                                                                  \
@@ -31,26 +31,26 @@ static const char *take(void *library) {
     return NULL;
 }
 
-static void load(void) {
+static void libcrypto_load(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names && !usable; i++) {
         void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
         if (library == NULL) {
             const char *error = dlerror();
-            say(names[i], error ? error : "cannot be loaded");
+            libcrypto_set_error(names[i], error ? error : "cannot be loaded");
             continue;
         }
-        const char *missing = take(library);
+        const char *missing = libcrypto_bind(library);
         if (missing == NULL) {
             usable = true;
         } else {
-            say(names[i], missing);
+            libcrypto_set_error(names[i], missing);
             dlclose(library);
         }
     }
 }
 
 const kvx_libcrypto *kvx_libcrypto_get(char *why, size_t why_size) {
-    pthread_once(&once, load);
+    pthread_once(&once, libcrypto_load);
     if (!usable && why != NULL) {
         snprintf(why, why_size, "the system's libcrypto (OpenSSL 3, or 1.1.1) is needed and cannot be used: %s",
                  reason);

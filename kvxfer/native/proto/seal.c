@@ -8,14 +8,14 @@
 
 /* -- HKDF-SHA256 (RFC 5869) --------------------------------------------------------------------------------------- */
 
-static bool extract(const kvx_libcrypto *api, const uint8_t *salt, uint32_t salt_length, const uint8_t *material,
-                    uint32_t length, uint8_t out[HASH_BYTES]) {
+static bool seal_hkdf_extract(const kvx_libcrypto *api, const uint8_t *salt, uint32_t salt_length,
+                              const uint8_t *material, uint32_t length, uint8_t out[HASH_BYTES]) {
     return api->HMAC(api->EVP_sha256(), salt, (int)salt_length, material, length, out, NULL) != NULL;
 }
 
 /* `label` is the info of the RFC; at most two blocks are needed. */
-static bool expand(const kvx_libcrypto *api, const uint8_t from[HASH_BYTES], const char *label, uint8_t *out,
-                   uint32_t length) {
+static bool seal_hkdf_expand(const kvx_libcrypto *api, const uint8_t from[HASH_BYTES], const char *label, uint8_t *out,
+                             uint32_t length) {
     uint8_t input[HASH_BYTES + 64], block[HASH_BYTES];
     uint32_t before = 0;
     const uint32_t label_length = (uint32_t)strlen(label);
@@ -39,12 +39,12 @@ static bool expand(const kvx_libcrypto *api, const uint8_t from[HASH_BYTES], con
 /* -- keys --------------------------------------------------------------------------------------------------------- */
 
 /* The next key and iv of the chain, and the chain's next link. */
-static bool turn(kvx_seal_way *way) {
+static bool seal_rekey(kvx_seal_way *way) {
     const kvx_libcrypto *api = way->api;
     uint8_t key[KVX_SEAL_KEY_BYTES], next[KVX_SEAL_KEY_BYTES];
-    bool good = expand(api, way->chain, "kvxfer sealed 2 key", key, sizeof key) &&
-                expand(api, way->chain, "kvxfer sealed 2 iv", way->iv, sizeof way->iv) &&
-                expand(api, way->chain, "kvxfer sealed 2 next", next, sizeof next);
+    bool good = seal_hkdf_expand(api, way->chain, "kvxfer sealed 2 key", key, sizeof key) &&
+                seal_hkdf_expand(api, way->chain, "kvxfer sealed 2 iv", way->iv, sizeof way->iv) &&
+                seal_hkdf_expand(api, way->chain, "kvxfer sealed 2 next", next, sizeof next);
     if (good && way->seals) {
         good = api->EVP_EncryptInit_ex(way->cipher, api->EVP_aes_256_gcm(), NULL, key, NULL) == 1;
     } else if (good) {
@@ -57,12 +57,12 @@ static bool turn(kvx_seal_way *way) {
     return good;
 }
 
-static bool way_begin(kvx_seal_way *way, const kvx_libcrypto *api, bool seals, const uint8_t from[HASH_BYTES],
-                      const char *label) {
+static bool seal_direction_init(kvx_seal_way *way, const kvx_libcrypto *api, bool seals, const uint8_t from[HASH_BYTES],
+                                const char *label) {
     way->api = api;
     way->seals = seals;
     way->cipher = api->EVP_CIPHER_CTX_new();
-    return way->cipher != NULL && expand(api, from, label, way->chain, sizeof way->chain) && turn(way);
+    return way->cipher != NULL && seal_hkdf_expand(api, from, label, way->chain, sizeof way->chain) && seal_rekey(way);
 }
 
 bool kvx_seal_begin(kvx_seal *seal, const kvx_libcrypto *api, uint8_t share[KVX_SHARE_BYTES]) {
@@ -83,7 +83,7 @@ bool kvx_seal_begin(kvx_seal *seal, const kvx_libcrypto *api, uint8_t share[KVX_
 }
 
 /* What the two pairs have in common. False also for shares of small order, whose result everybody would know. */
-static bool agreed(const kvx_seal *seal, const uint8_t share[KVX_SHARE_BYTES], uint8_t out[HASH_BYTES]) {
+static bool seal_derive_shared(const kvx_seal *seal, const uint8_t share[KVX_SHARE_BYTES], uint8_t out[HASH_BYTES]) {
     const kvx_libcrypto *api = seal->api;
     size_t length = HASH_BYTES;
     void *theirs = api->EVP_PKEY_new_raw_public_key(KVX_EVP_X25519, NULL, share, KVX_SHARE_BYTES);
@@ -103,11 +103,12 @@ bool kvx_seal_agree(kvx_seal *seal, uint32_t role, const uint8_t secret[KVX_SECR
     bool dialler = role == KVX_STREAM_DIALLER;
     uint8_t material[KVX_SECRET_BYTES + HASH_BYTES], root[HASH_BYTES];
     memcpy(material, secret, KVX_SECRET_BYTES);
-    bool good = agreed(seal, share, material + KVX_SECRET_BYTES) &&
-                extract(api, greeting, 2 * KVX_STREAM_SEALED_HELLO_BYTES, material, sizeof material, root) &&
-                way_begin(dialler ? &seal->out : &seal->in, api, dialler, root, "kvxfer sealed 2 dialler") &&
-                way_begin(dialler ? &seal->in : &seal->out, api, !dialler, root, "kvxfer sealed 2 acceptor") &&
-                expand(api, root, "kvxfer sealed 2 binding", binding, 2 * KVX_NONCE_BYTES);
+    bool good =
+        seal_derive_shared(seal, share, material + KVX_SECRET_BYTES) &&
+        seal_hkdf_extract(api, greeting, 2 * KVX_STREAM_SEALED_HELLO_BYTES, material, sizeof material, root) &&
+        seal_direction_init(dialler ? &seal->out : &seal->in, api, dialler, root, "kvxfer sealed 2 dialler") &&
+        seal_direction_init(dialler ? &seal->in : &seal->out, api, !dialler, root, "kvxfer sealed 2 acceptor") &&
+        seal_hkdf_expand(api, root, "kvxfer sealed 2 binding", binding, 2 * KVX_NONCE_BYTES);
     explicit_bzero(material, sizeof material);
     explicit_bzero(root, sizeof root);
     api->EVP_PKEY_free(seal->pair); /* it wipes the private half: nobody can agree on these keys again */
@@ -118,7 +119,7 @@ bool kvx_seal_agree(kvx_seal *seal, uint32_t role, const uint8_t secret[KVX_SECR
     return good;
 }
 
-static void way_end(kvx_seal_way *way) {
+static void seal_direction_wipe(kvx_seal_way *way) {
     if (way->cipher != NULL) {
         way->api->EVP_CIPHER_CTX_free(way->cipher);
     }
@@ -130,8 +131,8 @@ void kvx_seal_end(kvx_seal *seal) {
         seal->api->EVP_PKEY_free(seal->pair);
         seal->pair = NULL;
     }
-    way_end(&seal->out);
-    way_end(&seal->in);
+    seal_direction_wipe(&seal->out);
+    seal_direction_wipe(&seal->in);
 }
 
 int kvx_encryption_probe(char *why, size_t why_size) {
@@ -152,8 +153,8 @@ int kvx_encryption_probe(char *why, size_t why_size) {
 /* -- records ------------------------------------------------------------------------------------------------------ */
 
 /* The nonce of the next record: the iv with the record's number in its last bytes. */
-static bool number(kvx_seal_way *way, uint8_t nonce[KVX_SEAL_IV_BYTES]) {
-    if (way->records == KVX_SEAL_RECORDS_MAX && !turn(way)) {
+static bool seal_next_nonce(kvx_seal_way *way, uint8_t nonce[KVX_SEAL_IV_BYTES]) {
+    if (way->records == KVX_SEAL_RECORDS_MAX && !seal_rekey(way)) {
         return false;
     }
     memcpy(nonce, way->iv, KVX_SEAL_IV_BYTES);
@@ -170,7 +171,7 @@ bool kvx_seal_record(kvx_seal_way *way, struct iovec *vectors, uint32_t length, 
     uint8_t nonce[KVX_SEAL_IV_BYTES];
     int written = 0;
     kvx_bytes_store(record, length, KVX_SEAL_HEADER_BYTES);
-    bool good = number(way, nonce) && api->EVP_EncryptInit_ex(way->cipher, NULL, NULL, NULL, nonce) == 1 &&
+    bool good = seal_next_nonce(way, nonce) && api->EVP_EncryptInit_ex(way->cipher, NULL, NULL, NULL, nonce) == 1 &&
                 api->EVP_EncryptUpdate(way->cipher, NULL, &written, record, KVX_SEAL_HEADER_BYTES) == 1;
     uint8_t *at = record + KVX_SEAL_HEADER_BYTES;
     for (; good && length > 0; vectors++) {
@@ -200,7 +201,7 @@ bool kvx_seal_open(kvx_seal_way *way, const uint8_t *record, const struct iovec 
     const kvx_libcrypto *api = way->api;
     uint8_t nonce[KVX_SEAL_IV_BYTES], rest[KVX_SEAL_TAG_BYTES];
     int written = 0;
-    bool good = number(way, nonce) && api->EVP_DecryptInit_ex(way->cipher, NULL, NULL, NULL, nonce) == 1 &&
+    bool good = seal_next_nonce(way, nonce) && api->EVP_DecryptInit_ex(way->cipher, NULL, NULL, NULL, nonce) == 1 &&
                 api->EVP_DecryptUpdate(way->cipher, NULL, &written, record, KVX_SEAL_HEADER_BYTES) == 1;
     const uint8_t *at = record + KVX_SEAL_HEADER_BYTES;
     for (uint32_t i = 0; good && i < count; i++) {

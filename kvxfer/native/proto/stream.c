@@ -89,8 +89,8 @@ void kvx_frame_units_encode(uint8_t *bytes, const void *units, uint32_t count) {
     memcpy(bytes + KVX_STREAM_HEADER_BYTES, units, (size_t)count * KVX_STREAM_UNIT_BYTES);
 }
 
-static void mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter,
-                      uint32_t sender_role, uint32_t kind) {
+static void stream_mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter,
+                             uint32_t sender_role, uint32_t kind) {
     uint8_t where[16];
     kvx_bytes_store(where, counter, 8);
     kvx_bytes_store(where + 8, sender_role, 4);
@@ -103,7 +103,7 @@ static void mac_begin(kvx_mac_state *state, const kvx_stream_auth *auth, const u
 void kvx_frame_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                    const uint8_t *head, uint64_t length, uint8_t *mac) {
     kvx_mac_state state;
-    mac_begin(&state, auth, key, counter, sender_role, 1);
+    stream_mac_begin(&state, auth, key, counter, sender_role, 1);
     kvx_mac_update(&state, head, AT_MAC);
     if (length > KVX_STREAM_HEADER_BYTES) {
         kvx_mac_update(&state, head + KVX_STREAM_HEADER_BYTES, length - KVX_STREAM_HEADER_BYTES);
@@ -123,10 +123,10 @@ bool kvx_frame_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t co
     return kvx_mac_equal(mac, head + AT_MAC);
 }
 
-static void trailer_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
-                        const uint8_t *bytes, uint8_t *mac) {
+static void stream_trailer_mac(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
+                               const uint8_t *bytes, uint8_t *mac) {
     kvx_mac_state state;
-    mac_begin(&state, auth, key, counter, sender_role, 2);
+    stream_mac_begin(&state, auth, key, counter, sender_role, 2);
     kvx_mac_update(&state, bytes, TRAILER_AT_MAC);
     kvx_mac_final(&state, mac);
 }
@@ -136,13 +136,13 @@ void kvx_trailer_encode(const kvx_stream_auth *auth, const uint8_t *key, uint64_
     memset(bytes, 0, KVX_STREAM_TRAILER_BYTES);
     kvx_bytes_store(bytes + TRAILER_AT_STATUS, (uint32_t)status, 4);
     kvx_bytes_store(bytes + TRAILER_AT_CRC, crc, 4);
-    trailer_mac(auth, key, counter, sender_role, bytes, bytes + TRAILER_AT_MAC);
+    stream_trailer_mac(auth, key, counter, sender_role, bytes, bytes + TRAILER_AT_MAC);
 }
 
 bool kvx_trailer_open(const kvx_stream_auth *auth, const uint8_t *key, uint64_t counter, uint32_t sender_role,
                       const uint8_t bytes[KVX_STREAM_TRAILER_BYTES], int32_t *status_p, uint32_t *crc_p) {
     uint8_t mac[KVX_MAC_BYTES];
-    trailer_mac(auth, key, counter, sender_role, bytes, mac);
+    stream_trailer_mac(auth, key, counter, sender_role, bytes, mac);
     if (!kvx_mac_equal(mac, bytes + TRAILER_AT_MAC) || kvx_bytes_load(bytes + TRAILER_AT_ZERO, 8) != 0) {
         return false;
     }
@@ -225,28 +225,28 @@ void kvx_rx_received(kvx_stream_rx *rx, uint32_t length) {
     rx->end += length;
 }
 
-static kvx_rx_event fail(kvx_stream_rx *rx, int error) {
+static kvx_rx_event stream_fail(kvx_stream_rx *rx, int error) {
     rx->state = RX_DEAD;
     rx->error = error;
     return KVX_RX_ERROR;
 }
 
-static uint32_t opposite(uint32_t role) {
+static uint32_t stream_other_role(uint32_t role) {
     return role & 1 ? role + 1 : role - 1;
 }
 
-static kvx_rx_event next_hello(kvx_stream_rx *rx) {
+static kvx_rx_event stream_parse_hello(kvx_stream_rx *rx) {
     const uint8_t *at = rx->buffer + rx->begin;
     uint32_t have = rx->end - rx->begin;
     uint8_t magic[4];
     kvx_bytes_store(magic, KVX_STREAM_MAGIC, 4);
     /* scanners and other protocols are recognised at their first byte */
     if (memcmp(at, magic, have < 4 ? have : 4) != 0) {
-        return fail(rx, KVX_E_NOT_KVXFER);
+        return stream_fail(rx, KVX_E_NOT_KVXFER);
     }
     if (have > AT_VERSION && at[AT_VERSION] != rx->version) {
         rx->hello.version = at[AT_VERSION];
-        return fail(rx, KVX_E_VERSION);
+        return stream_fail(rx, KVX_E_VERSION);
     }
     bool sealed = rx->version == KVX_STREAM_VERSION_SEALED;
     uint32_t whole = sealed ? KVX_STREAM_SEALED_HELLO_BYTES : KVX_STREAM_HELLO_BYTES;
@@ -266,8 +266,8 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
     if (sealed) {
         memcpy(hello->share, at + KVX_STREAM_HELLO_BYTES, KVX_SHARE_BYTES);
     }
-    if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != opposite(rx->role)) {
-        return fail(rx, KVX_E_NOT_KVXFER);
+    if (at[AT_TYPE] != KVX_FRAME_HELLO || hello->role != stream_other_role(rx->role)) {
+        return stream_fail(rx, KVX_E_NOT_KVXFER);
     }
     bool side = rx->role == KVX_STREAM_SIDE_DIALLER || rx->role == KVX_STREAM_SIDE_ACCEPTOR;
     bool dialled =
@@ -276,14 +276,14 @@ static kvx_rx_event next_hello(kvx_stream_rx *rx) {
         hello->stream >= hello->streams || hello->frame_bytes < KVX_STREAM_FRAME_MIN ||
         (dialled && hello->status != KVX_OK) || kvx_bytes_load(at + HELLO_AT_ZERO, 3) != 0 ||
         kvx_bytes_load(at + HELLO_AT_END, 4) != 0) {
-        return fail(rx, KVX_E_INVALID);
+        return stream_fail(rx, KVX_E_INVALID);
     }
     rx->begin += whole;
     rx->state = RX_HEAD;
     return KVX_RX_HELLO;
 }
 
-static void decode(kvx_frame *frame, const uint8_t *at) {
+static void stream_decode(kvx_frame *frame, const uint8_t *at) {
     frame->type = at[AT_TYPE];
     frame->flags = (uint16_t)kvx_bytes_load(at + AT_FLAGS, 2);
     frame->segments = (uint32_t)kvx_bytes_load(at + AT_SEGMENTS, 4);
@@ -346,7 +346,7 @@ static const frame_rule rules[] = {
     {KVX_STREAM_SIDE_DIALLER, KVX_FRAME_BYE, 0, 0, 0},
 };
 
-static const frame_rule *rule_of(uint32_t role, uint8_t type) {
+static const frame_rule *stream_rule_find(uint32_t role, uint8_t type) {
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         if (rules[i].role == role && rules[i].type == type) {
             return &rules[i];
@@ -356,7 +356,7 @@ static const frame_rule *rule_of(uint32_t role, uint8_t type) {
 }
 
 /* Fields that are not used are 0, counts and lengths are within bounds. */
-static bool fields_fit(const kvx_stream_rx *rx, const frame_rule *rule) {
+static bool stream_fields_fit(const kvx_stream_rx *rx, const frame_rule *rule) {
     const kvx_frame *frame = &rx->frame;
     uint32_t says = rule->says;
     if (frame->flags & KVX_FRAME_F_NOTIFY) {
@@ -373,7 +373,7 @@ static bool fields_fit(const kvx_stream_rx *rx, const frame_rule *rule) {
 }
 
 /* A segment can be named only of a transfer that failed, and with the key: which it may be, its request knows. */
-static bool ack_fits(const kvx_stream_rx *rx) {
+static bool stream_ack_fits(const kvx_stream_rx *rx) {
     const kvx_frame *frame = &rx->frame;
     bool names = frame->segment != KVX_SEGMENT_UNKNOWN;
     if (frame->flags & KVX_FRAME_F_BARE) {
@@ -386,17 +386,17 @@ static bool ack_fits(const kvx_stream_rx *rx) {
 }
 
 /* May a frame like this come from the other side at all? Looks at the fixed header only. */
-static bool plausible(const kvx_stream_rx *rx) {
+static bool stream_header_is_valid(const kvx_stream_rx *rx) {
     const kvx_frame *frame = &rx->frame;
-    const frame_rule *rule = rule_of(rx->role, frame->type);
-    if (rule == NULL || !fields_fit(rx, rule)) {
+    const frame_rule *rule = stream_rule_find(rx->role, frame->type);
+    if (rule == NULL || !stream_fields_fit(rx, rule)) {
         return false;
     }
     switch (frame->type) {
     case KVX_FRAME_ATTACH: /* the segment is a process id, on side links */
         return frame->tag > 0 && frame->tag <= (KVX_READ | KVX_WRITE) && frame->segment <= INT32_MAX;
     case KVX_FRAME_ACK:
-        return ack_fits(rx);
+        return stream_ack_fits(rx);
     case KVX_FRAME_PONG:
         return frame->status == KVX_OK || frame->status == KVX_E_DEVICE;
     default:
@@ -405,7 +405,7 @@ static bool plausible(const kvx_stream_rx *rx) {
 }
 
 /* The segments must be non-empty and add up to the payload, without overflow. */
-static bool segments_add_up(const kvx_stream_rx *rx) {
+static bool stream_segments_add_up(const kvx_stream_rx *rx) {
     uint64_t sum = 0;
     if (rx->frame.length == 0) { /* units: their meaning is their reader's */
         return true;
@@ -421,18 +421,18 @@ static bool segments_add_up(const kvx_stream_rx *rx) {
     return rx->frame.segments == 0 || sum == rx->frame.length;
 }
 
-static kvx_rx_event next_head(kvx_stream_rx *rx) {
+static kvx_rx_event stream_parse_head(kvx_stream_rx *rx) {
     const uint8_t *at = rx->buffer + rx->begin;
     uint32_t have = rx->end - rx->begin;
     if (have < KVX_STREAM_HEADER_BYTES) {
         return KVX_RX_MORE;
     }
     if (kvx_bytes_load(at + AT_MAGIC, 4) != KVX_STREAM_MAGIC || at[AT_VERSION] != KVX_STREAM_VERSION) {
-        return fail(rx, KVX_E_INVALID);
+        return stream_fail(rx, KVX_E_INVALID);
     }
-    decode(&rx->frame, at);
-    if (!plausible(rx)) {
-        return fail(rx, KVX_E_INVALID);
+    stream_decode(&rx->frame, at);
+    if (!stream_header_is_valid(rx)) {
+        return stream_fail(rx, KVX_E_INVALID);
     }
     uint32_t whole = KVX_STREAM_HEADER_BYTES + rx->frame.segments * KVX_STREAM_SEGMENT_BYTES;
     if (have < whole) {
@@ -440,8 +440,8 @@ static kvx_rx_event next_head(kvx_stream_rx *rx) {
     }
     rx->head = at;
     rx->head_length = whole;
-    if (!segments_add_up(rx)) {
-        return fail(rx, KVX_E_INVALID);
+    if (!stream_segments_add_up(rx)) {
+        return stream_fail(rx, KVX_E_INVALID);
     }
     rx->begin += whole;
     rx->counter++;
@@ -455,9 +455,9 @@ static kvx_rx_event next_head(kvx_stream_rx *rx) {
 kvx_rx_event kvx_rx_next(kvx_stream_rx *rx) {
     switch (rx->state) {
     case RX_HELLO:
-        return next_hello(rx);
+        return stream_parse_hello(rx);
     case RX_HEAD:
-        return next_head(rx);
+        return stream_parse_head(rx);
     case RX_PAYLOAD:
         if (rx->payload_left > 0) {
             return KVX_RX_PAYLOAD;

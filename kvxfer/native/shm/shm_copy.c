@@ -54,7 +54,7 @@ typedef struct shm_run {
 /* -- through a mapping ----------------------------------------------------------------------------------------------
  */
 
-static bool checked_copy(uint8_t *target, const uint8_t *source, uint64_t length, bool corrupt) {
+static bool shm_copy_memory_checked(uint8_t *target, const uint8_t *source, uint64_t length, bool corrupt) {
     while (length != 0) {
         uint64_t step = length < CHECK_BYTES ? length : CHECK_BYTES;
         uint32_t before = kvx_copy_crc32c(0, target, source, step);
@@ -73,7 +73,7 @@ static bool checked_copy(uint8_t *target, const uint8_t *source, uint64_t length
 }
 
 /* The part of a segment that belongs to the span, with its two ends. */
-static kvx_piece piece_of(const shm_run *run, uint32_t number, uint64_t offset, uint64_t most) {
+static kvx_piece shm_copy_piece_of(const shm_run *run, uint32_t number, uint64_t offset, uint64_t most) {
     const kvx_op *op = run->op;
     const kvx_segment *segment = &op->segments[number];
     uint64_t length = segment->length - offset;
@@ -83,12 +83,12 @@ static kvx_piece piece_of(const shm_run *run, uint32_t number, uint64_t offset, 
     return (kvx_piece){put ? remote : local, put ? local : remote, length < most ? length : most};
 }
 
-static void copy_mapped_checked(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_mapped_checked(const shm_run *run, const shm_span *span, shm_result *result_p) {
     const kvx_op *op = run->op;
     uint64_t offset = span->offset;
     for (uint32_t i = span->segment; result_p->bytes < span->bytes; i++, offset = 0) {
-        kvx_piece piece = piece_of(run, i, offset, span->bytes - result_p->bytes);
-        if (!checked_copy(piece.to, piece.from, piece.length, op->corrupt && i == 0 && offset == 0)) {
+        kvx_piece piece = shm_copy_piece_of(run, i, offset, span->bytes - result_p->bytes);
+        if (!shm_copy_memory_checked(piece.to, piece.from, piece.length, op->corrupt && i == 0 && offset == 0)) {
             result_p->status = KVX_E_INTEGRITY;
             result_p->segment = i;
             return;
@@ -97,15 +97,15 @@ static void copy_mapped_checked(const shm_run *run, const shm_span *span, shm_re
     }
 }
 
-static void copy_mapped(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_mapped(const shm_run *run, const shm_span *span, shm_result *result_p) {
     kvx_piece pieces[PIECES_MAX];
     uint32_t segment = span->segment;
     uint64_t offset = span->offset;
-    uint8_t *first = piece_of(run, segment, offset, 1).to;
+    uint8_t *first = shm_copy_piece_of(run, segment, offset, 1).to;
     while (result_p->bytes < span->bytes) {
         uint32_t count = 0;
         for (; count < PIECES_MAX && result_p->bytes < span->bytes; segment++, offset = 0) {
-            pieces[count] = piece_of(run, segment, offset, span->bytes - result_p->bytes);
+            pieces[count] = shm_copy_piece_of(run, segment, offset, span->bytes - result_p->bytes);
             result_p->bytes += pieces[count++].length;
         }
         kvx_copy_pieces(pieces, count, run->nt_bytes_min);
@@ -118,7 +118,7 @@ static void copy_mapped(const shm_run *run, const shm_span *span, shm_result *re
 /* -- by cross-memory attach -------------------------------------------------------------------------------------------
  */
 
-static int attach_status(int error) {
+static int shm_copy_attach_status(int error) {
     switch (error) {
     case EPERM:
         return KVX_E_CMA_DENIED;
@@ -132,7 +132,8 @@ static int attach_status(int error) {
 }
 
 /* Moves all the bytes of `here` and `there`, which have the same lengths; 0 or an errno. Advances the vectors. */
-static int attach_move(pid_t pid, bool put, struct iovec *here, struct iovec *there, size_t count, uint64_t *moved_p) {
+static int shm_copy_attach_move(pid_t pid, bool put, struct iovec *here, struct iovec *there, size_t count,
+                                uint64_t *moved_p) {
     size_t first = 0;
     while (first < count) {
         uint64_t asked = 0;
@@ -163,42 +164,42 @@ static int attach_move(pid_t pid, bool put, struct iovec *here, struct iovec *th
     return 0;
 }
 
-static int attach_one(pid_t pid, bool put, void *here, void *there, uint64_t length, uint64_t *moved_p) {
+static int shm_copy_attach_one(pid_t pid, bool put, void *here, void *there, uint64_t length, uint64_t *moved_p) {
     struct iovec local = {.iov_base = here, .iov_len = length};
     struct iovec remote = {.iov_base = there, .iov_len = length};
-    return attach_move(pid, put, &local, &remote, 1, moved_p);
+    return shm_copy_attach_move(pid, put, &local, &remote, 1, moved_p);
 }
 
-static int corrupt_remote(pid_t pid, uint8_t *there, uint8_t byte) {
+static int shm_copy_corrupt_remote(pid_t pid, uint8_t *there, uint8_t byte) {
     uint64_t moved = 0;
     byte ^= 1;
-    return attach_one(pid, true, &byte, there, 1, &moved);
+    return shm_copy_attach_one(pid, true, &byte, there, 1, &moved);
 }
 
 /* The far side cannot be summed up in place: it is read again. */
-static int checked_attach(const shm_run *run, uint8_t *local, uint8_t *remote, uint64_t length, bool corrupt,
-                          shm_result *result_p) {
+static int shm_copy_attach_checked(const shm_run *run, uint8_t *local, uint8_t *remote, uint64_t length, bool corrupt,
+                                   shm_result *result_p) {
     uint8_t far[CHECK_BYTES];
     pid_t pid = run->import->peer->pid;
     bool put = run->op->kind == KVX_OP_PUT;
     while (length != 0) {
         uint64_t step = length < CHECK_BYTES ? length : CHECK_BYTES, ignored = 0, moved = 0;
         uint32_t before = put ? kvx_crc32c(0, local, step) : 0;
-        int error = put ? 0 : attach_one(pid, false, far, remote, step, &ignored);
+        int error = put ? 0 : shm_copy_attach_one(pid, false, far, remote, step, &ignored);
         if (error == 0 && !put) {
             before = kvx_crc32c(0, far, step);
         }
-        error = error ? error : attach_one(pid, put, local, remote, step, &moved);
+        error = error ? error : shm_copy_attach_one(pid, put, local, remote, step, &moved);
         if (error == 0 && corrupt && put) {
-            error = corrupt_remote(pid, remote, local[0]);
+            error = shm_copy_corrupt_remote(pid, remote, local[0]);
         } else if (error == 0 && corrupt) {
             local[0] ^= 1;
         }
         corrupt = false;
-        error = error || !put ? error : attach_one(pid, false, far, remote, step, &ignored);
+        error = error || !put ? error : shm_copy_attach_one(pid, false, far, remote, step, &ignored);
         if (error != 0) {
             result_p->sys_errno = error;
-            return attach_status(error);
+            return shm_copy_attach_status(error);
         }
         if (kvx_crc32c(0, put ? far : local, step) != before) {
             return KVX_E_INTEGRITY;
@@ -211,7 +212,7 @@ static int checked_attach(const shm_run *run, uint8_t *local, uint8_t *remote, u
     return KVX_OK;
 }
 
-static void copy_attached_checked(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_attached_checked(const shm_run *run, const shm_span *span, shm_result *result_p) {
     const kvx_op *op = run->op;
     uint64_t offset = span->offset;
     for (uint32_t i = span->segment; result_p->bytes < span->bytes && result_p->status == KVX_OK; i++, offset = 0) {
@@ -219,13 +220,13 @@ static void copy_attached_checked(const shm_run *run, const shm_span *span, shm_
         uint64_t length = segment->length - offset, left = span->bytes - result_p->bytes;
         result_p->segment = i;
         result_p->status =
-            checked_attach(run, op->region->base + segment->local_offset + offset,
-                           run->import->remote + segment->remote_offset + offset, length < left ? length : left,
-                           op->corrupt && i == 0 && offset == 0, result_p);
+            shm_copy_attach_checked(run, op->region->base + segment->local_offset + offset,
+                                    run->import->remote + segment->remote_offset + offset,
+                                    length < left ? length : left, op->corrupt && i == 0 && offset == 0, result_p);
     }
 }
 
-static void copy_attached(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_attached(const shm_run *run, const shm_span *span, shm_result *result_p) {
     const kvx_op *op = run->op;
     struct iovec here[VECTORS_MAX], there[VECTORS_MAX];
     bool put = op->kind == KVX_OP_PUT;
@@ -244,17 +245,17 @@ static void copy_attached(const shm_run *run, const shm_span *span, shm_result *
             planned += length;
         }
         uint8_t *first = there[0].iov_base;
-        int error = attach_move(pid, put, here, there, count, &result_p->bytes);
+        int error = shm_copy_attach_move(pid, put, here, there, count, &result_p->bytes);
         if (error == 0 && op->corrupt && begin == 0 && span->segment == 0 && span->offset == 0) {
             uint8_t *local = op->region->base + op->segments[0].local_offset;
             if (put) {
-                error = corrupt_remote(pid, first, *local);
+                error = shm_copy_corrupt_remote(pid, first, *local);
             } else {
                 *local ^= 1;
             }
         }
         if (error != 0) {
-            result_p->status = attach_status(error);
+            result_p->status = shm_copy_attach_status(error);
             result_p->sys_errno = error;
             result_p->segment = begin;
         }
@@ -264,7 +265,7 @@ static void copy_attached(const shm_run *run, const shm_span *span, shm_result *
 /* -- between memory of a device and either --------------------------------------------------------------------------
  */
 
-static int device_move(kvx_place target, kvx_place source, uint64_t length, bool check, bool corrupt) {
+static int shm_copy_device_move(kvx_place target, kvx_place source, uint64_t length, bool check, bool corrupt) {
     uint32_t before = 0, after = 0;
     int status = check ? kvx_place_crc32c(source, length, &before) : KVX_OK;
     status = status == KVX_OK ? kvx_move(target, source, length, UINT64_MAX, NULL) : status;
@@ -278,25 +279,25 @@ static int device_move(kvx_place target, kvx_place source, uint64_t length, bool
 }
 
 /* The driver cannot write into another process: through a block of our own. */
-static int device_attach(const shm_run *run, uint8_t *stage, kvx_place local, uint8_t *remote, uint64_t length,
-                         bool corrupt, shm_result *result_p) {
+static int shm_copy_device_attach(const shm_run *run, uint8_t *stage, kvx_place local, uint8_t *remote, uint64_t length,
+                                  bool corrupt, shm_result *result_p) {
     bool put = run->op->kind == KVX_OP_PUT, check = (run->op->flags & KVX_OP_CHECK) != 0;
     pid_t pid = run->import->peer->pid;
     uint64_t done = result_p->bytes;
     int status = KVX_OK, error = 0;
     if (put) {
-        status = device_move(kvx_place_host(stage), local, length, check, false);
+        status = shm_copy_device_move(kvx_place_host(stage), local, length, check, false);
     }
     if (status == KVX_OK && check) {
-        status = checked_attach(run, stage, remote, length, corrupt && put, result_p);
+        status = shm_copy_attach_checked(run, stage, remote, length, corrupt && put, result_p);
     } else if (status == KVX_OK) {
-        error = attach_one(pid, put, stage, remote, length, &result_p->bytes);
-        error = error == 0 && corrupt && put ? corrupt_remote(pid, remote, stage[0]) : error;
-        status = error == 0 ? KVX_OK : attach_status(error);
+        error = shm_copy_attach_one(pid, put, stage, remote, length, &result_p->bytes);
+        error = error == 0 && corrupt && put ? shm_copy_corrupt_remote(pid, remote, stage[0]) : error;
+        status = error == 0 ? KVX_OK : shm_copy_attach_status(error);
         result_p->sys_errno = error;
     }
     if (status == KVX_OK && !put) {
-        status = device_move(local, kvx_place_host(stage), length, check, corrupt);
+        status = shm_copy_device_move(local, kvx_place_host(stage), length, check, corrupt);
     }
     if (status != KVX_OK && !put) {
         result_p->bytes = done; /* they came as far as our block */
@@ -304,7 +305,7 @@ static int device_attach(const shm_run *run, uint8_t *stage, kvx_place local, ui
     return status;
 }
 
-static void copy_device(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_device(const shm_run *run, const shm_span *span, shm_result *result_p) {
     const kvx_op *op = run->op;
     bool mapped = run->import->how == SHM_BY_MAPPING;
     uint8_t *stage = mapped ? NULL : malloc(STAGE_BYTES);
@@ -320,11 +321,11 @@ static void copy_device(const shm_run *run, const shm_span *span, shm_result *re
         bool corrupt = op->corrupt && i == 0 && offset == 0, check = (op->flags & KVX_OP_CHECK) != 0;
         result_p->segment = i;
         if (!mapped) {
-            result_p->status = device_attach(run, stage, local, remote, length, corrupt, result_p);
+            result_p->status = shm_copy_device_attach(run, stage, local, remote, length, corrupt, result_p);
         } else if (op->kind == KVX_OP_PUT) {
-            result_p->status = device_move(kvx_place_host(remote), local, length, check, corrupt);
+            result_p->status = shm_copy_device_move(kvx_place_host(remote), local, length, check, corrupt);
         } else {
-            result_p->status = device_move(local, kvx_place_host(remote), length, check, corrupt);
+            result_p->status = shm_copy_device_move(local, kvx_place_host(remote), length, check, corrupt);
         }
         result_p->bytes += mapped && result_p->status == KVX_OK ? length : 0;
         offset += length;
@@ -339,27 +340,27 @@ static void copy_device(const shm_run *run, const shm_span *span, shm_result *re
 /* -- spans ------------------------------------------------------------------------------------------------------------
  */
 
-static bool on_device(const kvx_op *op) {
+static bool shm_copy_is_on_device(const kvx_op *op) {
     return op->region != NULL && (op->region->flags & KVX_REGION_DEVICE) != 0;
 }
 
-static void copy_span(const shm_run *run, const shm_span *span, shm_result *result_p) {
+static void shm_copy_span(const shm_run *run, const shm_span *span, shm_result *result_p) {
     shm_transport *shm = run->shm;
     *result_p = (shm_result){.status = KVX_OK};
     bool check = (run->op->flags & KVX_OP_CHECK) != 0;
-    if (on_device(run->op)) {
-        copy_device(run, span, result_p);
+    if (shm_copy_is_on_device(run->op)) {
+        shm_copy_device(run, span, result_p);
     } else if (run->import->how == SHM_BY_MAPPING) {
-        (check ? copy_mapped_checked : copy_mapped)(run, span, result_p);
+        (check ? shm_copy_mapped_checked : shm_copy_mapped)(run, span, result_p);
     } else {
-        (check ? copy_attached_checked : copy_attached)(run, span, result_p);
+        (check ? shm_copy_attached_checked : shm_copy_attached)(run, span, result_p);
     }
     KVX_COUNT(shm->counters, copied_bytes, result_p->bytes);
     KVX_COUNT(shm->counters, frames, 1);
 }
 
 /* With the run's lock held: cuts the next chunk off. False: nothing is left, or nobody wants it. */
-static bool span_take(shm_run *run, shm_span *span_p) {
+static bool shm_copy_span_take(shm_run *run, shm_span *span_p) {
     const kvx_op *op = run->op;
     uint64_t most = run->shm->config->chunk_bytes;
     shm_result *result = &run->result;
@@ -390,7 +391,7 @@ static bool span_take(shm_run *run, shm_span *span_p) {
     return true;
 }
 
-static void finish(shm_import *import, kvx_op *op, const shm_result *result) {
+static void shm_copy_finish(shm_import *import, kvx_op *op, const shm_result *result) {
     bool whole = result->status == KVX_OK || result->segment >= op->count;
     if (result->status == KVX_OK && (op->flags & KVX_OP_NOTIFY)) {
         kvx_shm_notify(import, op);
@@ -401,7 +402,7 @@ static void finish(shm_import *import, kvx_op *op, const shm_result *result) {
 }
 
 /* Page tables of what is about to be copied. */
-static void fill(const shm_run *run, const shm_span *span) {
+static void shm_copy_prefault(const shm_run *run, const shm_span *span) {
     uint64_t offset = span->offset, left = span->bytes;
     for (uint32_t i = span->segment; left != 0; i++, offset = 0) {
         const kvx_segment *segment = &run->op->segments[i];
@@ -411,18 +412,18 @@ static void fill(const shm_run *run, const shm_span *span) {
     }
 }
 
-static void job_run(kvx_job *job) {
+static void shm_copy_job_run(kvx_job *job) {
     shm_run *run = ((shm_job *)job)->run;
     shm_span span;
     shm_result result;
     bool more = true;
     pthread_mutex_lock(&run->lock);
-    for (int chunk = 0; chunk < TURN_CHUNKS && (more = span_take(run, &span)); chunk++) {
+    for (int chunk = 0; chunk < TURN_CHUNKS && (more = shm_copy_span_take(run, &span)); chunk++) {
         pthread_mutex_unlock(&run->lock);
         if (run->import->how == SHM_BY_MAPPING) {
-            fill(run, &span);
+            shm_copy_prefault(run, &span);
         }
-        copy_span(run, &span, &result);
+        shm_copy_span(run, &span, &result);
         pthread_mutex_lock(&run->lock);
         run->result.bytes += result.bytes;
         kvx_op_moved(run->op, result.bytes);
@@ -443,18 +444,18 @@ static void job_run(kvx_job *job) {
     bool last = --run->jobs_left == 0;
     pthread_mutex_unlock(&run->lock);
     if (last) {
-        finish(run->import, run->op, &run->result);
+        shm_copy_finish(run->import, run->op, &run->result);
         pthread_mutex_destroy(&run->lock);
         free(run);
     }
 }
 
 /* From which length on the segments of an operation bypass the caches: it depends on all of them together. */
-static uint64_t nt_bytes_min(const kvx_engine_config *config, const kvx_op *op) {
+static uint64_t shm_copy_nt_bytes_min(const kvx_engine_config *config, const kvx_op *op) {
     return op->bytes >= config->nt_bytes_min ? NT_PIECE_MIN : config->nt_bytes_min;
 }
 
-static int submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
+static int shm_copy_submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
     const kvx_engine_config *config = shm->config;
     uint64_t chunks = (op->bytes - 1) / config->chunk_bytes + 1;
     uint32_t jobs = config->copy_threads ? config->copy_threads : 1;
@@ -468,12 +469,12 @@ static int submit_jobs(shm_transport *shm, shm_import *import, kvx_op *op) {
         .shm = shm,
         .import = import,
         .op = op,
-        .nt_bytes_min = nt_bytes_min(config, op),
+        .nt_bytes_min = shm_copy_nt_bytes_min(config, op),
         .jobs_left = jobs,
     };
     pthread_mutex_init(&run->lock, NULL);
     for (uint32_t i = 0; i < jobs; i++) {
-        run->jobs[i] = (shm_job){.job = {.run = job_run, .rank = op->rank}, .run = run};
+        run->jobs[i] = (shm_job){.job = {.run = shm_copy_job_run, .rank = op->rank}, .run = run};
     }
     for (uint32_t i = 0; i < jobs; i++) { /* the last may be over before the loop is: it counts all of them first */
         kvx_core_job_post(shm->core, &run->jobs[i].job);
@@ -487,15 +488,15 @@ int kvx_shm_submit(void *transport, kvx_op *op) {
     if (!kvx_shm_enter(import)) {
         return atomic_load(&import->why);
     }
-    if (op->bytes > shm->config->inline_bytes_max || on_device(op)) { /* a driver's copy may block */
-        return submit_jobs(shm, import, op);
+    if (op->bytes > shm->config->inline_bytes_max || shm_copy_is_on_device(op)) { /* a driver's copy may block */
+        return shm_copy_submit_jobs(shm, import, op);
     }
-    shm_run run = {.import = import, .shm = shm, .op = op, .nt_bytes_min = nt_bytes_min(shm->config, op)};
+    shm_run run = {.import = import, .shm = shm, .op = op, .nt_bytes_min = shm_copy_nt_bytes_min(shm->config, op)};
     shm_span span = {.bytes = op->bytes};
     shm_result result = {.status = KVX_OK};
     if (op->count != 0) {
-        copy_span(&run, &span, &result);
+        shm_copy_span(&run, &span, &result);
     }
-    finish(import, op, &result);
+    shm_copy_finish(import, op, &result);
     return KVX_PENDING;
 }

@@ -21,7 +21,7 @@ bool kvx_shm_enter(shm_import *import) {
 }
 
 /* With the lock held. */
-static void now_idle(shm_import *import) {
+static void shm_import_check_idle(shm_import *import) {
     if (!import->idle) {
         import->idle = true;
         kvx_shm_todo(import->peer);
@@ -32,7 +32,7 @@ void kvx_shm_leave(shm_import *import) {
     shm_transport *shm = import->peer->shm;
     if (atomic_fetch_sub(&import->users, 1) == (SHM_SHUT | 1)) {
         pthread_mutex_lock(&shm->lock);
-        now_idle(import);
+        shm_import_check_idle(import);
         pthread_mutex_unlock(&shm->lock);
     }
 }
@@ -43,7 +43,7 @@ void kvx_shm_shut(shm_import *import, int why) {
     }
     atomic_store(&import->why, why);
     if ((atomic_fetch_or(&import->users, SHM_SHUT) & ~SHM_SHUT) == 0) {
-        now_idle(import);
+        shm_import_check_idle(import);
     }
 }
 
@@ -103,7 +103,7 @@ void kvx_shm_import_end(shm_import *import, int status, int sys_errno) {
 }
 
 /* Only this thread ends a pending import, so the lock is not needed to keep it. */
-static int open_up(shm_import *import, const shm_message *message, int fd, int *errno_p) {
+static int shm_import_map(shm_import *import, const shm_message *message, int fd, int *errno_p) {
     *errno_p = 0;
     if (fd == SHM_FD_MISSED) {
         *errno_p = EMFILE;
@@ -139,7 +139,7 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
         bool attached = status == KVX_OK;
         import->how = message->how;
         if (attached) {
-            status = open_up(import, message, *fd_p, &sys_errno);
+            status = shm_import_map(import, message, *fd_p, &sys_errno);
         }
         pthread_mutex_lock(&shm->lock);
         import->attached = attached;
@@ -181,7 +181,7 @@ bool kvx_shm_on_revoke(shm_peer *peer, shm_link *link, const shm_message *messag
  */
 
 /* Out of the application's sight and out of the owner's books; from a job or the progress thread. */
-static void give_back(shm_import *import) {
+static void shm_import_detach(shm_import *import) {
     shm_peer *peer = import->peer;
     shm_transport *shm = peer->shm;
     bool whole = import->retiring;
@@ -214,12 +214,12 @@ static void give_back(shm_import *import) {
     pthread_mutex_unlock(&shm->lock);
 }
 
-static void give_back_run(kvx_job *job) {
-    give_back((shm_import *)((char *)job - offsetof(shm_import, job)));
+static void shm_import_detach_run(kvx_job *job) {
+    shm_import_detach((shm_import *)((char *)job - offsetof(shm_import, job)));
 }
 
 /* With the lock held: an import that can be given back, marked as such. */
-static shm_import *next_to_give_back(shm_peer *peer) {
+static shm_import *shm_import_next_to_detach(shm_peer *peer) {
     for (shm_import *import = peer->imports; import != NULL; import = import->next) {
         if (!import->idle || import->working) {
             continue;
@@ -240,14 +240,14 @@ void kvx_shm_give_back_all(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     for (;;) {
         pthread_mutex_lock(&shm->lock);
-        shm_import *import = next_to_give_back(peer);
+        shm_import *import = shm_import_next_to_detach(peer);
         shm_map *map = import == NULL ? kvx_shm_map_unwanted(peer) : NULL;
         pthread_mutex_unlock(&shm->lock);
         if (import != NULL && import->view != NULL && import->view_length > SHM_UNMAP_MAX) {
-            import->job.run = give_back_run;
+            import->job.run = shm_import_detach_run;
             kvx_core_job_post(shm->core, &import->job);
         } else if (import != NULL) {
-            give_back(import);
+            shm_import_detach(import);
         } else if (map != NULL) {
             kvx_shm_map_free(map, true);
         } else {

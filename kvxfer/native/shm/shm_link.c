@@ -15,7 +15,7 @@
 
 /* A child that the other process forked may hold its socket open after its death, so the end of the socket is not
  * enough. Without a descriptor for the process (old kernels, other namespaces) it has to be. */
-static void process_watch(shm_link *link) {
+static void shm_link_process_watch(shm_link *link) {
     link->process_fd = link->pid > 0 && link->pid != getpid() ? (int)syscall(SYS_pidfd_open, link->pid, 0) : -1;
     if (link->process_fd >= 0) {
         struct epoll_event event = {.events = EPOLLIN, .data.ptr = (uint8_t *)link + SHM_PROCESS};
@@ -23,7 +23,7 @@ static void process_watch(shm_link *link) {
     }
 }
 
-static void process_unwatch(shm_link *link) {
+static void shm_link_process_unwatch(shm_link *link) {
     if (link->process_fd >= 0) {
         close(link->process_fd);
         link->process_fd = -1;
@@ -43,11 +43,11 @@ shm_link *kvx_shm_link_new(shm_transport *shm, int fd, pid_t pid, shm_peer *peer
     link->reading = true;
     kvx_random(link->nonce_mine, sizeof(link->nonce_mine));
     pthread_mutex_init(&link->tx_lock, NULL);
-    process_watch(link);
+    shm_link_process_watch(link);
     return link;
 }
 
-static void packets_free(shm_link *link) {
+static void shm_link_packets_free(shm_link *link) {
     while (link->tx_first != NULL) {
         shm_packet *packet = link->tx_first;
         link->tx_first = packet->next;
@@ -66,9 +66,9 @@ void kvx_shm_link_close(shm_link *link) {
         close(link->fd); /* also leaves the epoll set: the descriptor has no duplicate */
         link->fd = -1;
     }
-    packets_free(link);
+    shm_link_packets_free(link);
     pthread_mutex_unlock(&link->tx_lock);
-    process_unwatch(link);
+    shm_link_process_unwatch(link);
     link->state = SHM_DEAD;
 }
 
@@ -81,7 +81,7 @@ void kvx_shm_link_free(shm_link *link) {
 }
 
 /* With tx_lock held. */
-static void watch_again(shm_link *link) {
+static void shm_link_rearm(shm_link *link) {
     struct epoll_event event = {.data.ptr = link};
     event.events = (link->reading ? EPOLLIN : 0u) | (link->tx_first != NULL ? EPOLLOUT : 0u);
     if (!link->parked && link->fd >= 0) {
@@ -111,7 +111,7 @@ void kvx_shm_link_unwatch(shm_link *link) {
 void kvx_shm_link_read(shm_link *link, bool on) {
     pthread_mutex_lock(&link->tx_lock);
     link->reading = on;
-    watch_again(link);
+    shm_link_rearm(link);
     pthread_mutex_unlock(&link->tx_lock);
 }
 
@@ -127,7 +127,8 @@ bool kvx_shm_trusted(int fd, pid_t *pid_p) {
 
 /* -- sending ------------------------------------------------------------------------------------------------------ */
 
-static void make_code(const shm_link *link, const shm_message *message, bool sent, const uint8_t *key, uint8_t *mac) {
+static void shm_link_authenticate(const shm_link *link, const shm_message *message, bool sent, const uint8_t *key,
+                                  uint8_t *mac) {
     bool dialler = link->peer != NULL;
     uint64_t direction = dialler == sent; /* 1: from the dialler */
     kvx_mac_state state;
@@ -141,12 +142,12 @@ static void make_code(const shm_link *link, const shm_message *message, bool sen
 
 bool kvx_shm_authentic(const shm_link *link, const shm_message *message, const uint8_t key[KVX_KEY_BYTES]) {
     uint8_t expected[KVX_MAC_BYTES];
-    make_code(link, message, false, key, expected);
+    shm_link_authenticate(link, message, false, key, expected);
     return kvx_mac_equal(expected, message->mac);
 }
 
 /* 1: sent, 0: no room now, -1: the connection is over. */
-static int send_now(int socket, const shm_message *message, int fd) {
+static int shm_link_send_now(int socket, const shm_message *message, int fd) {
     struct iovec bytes = {.iov_base = (void *)(uintptr_t)message, .iov_len = sizeof(*message)};
     union {
         struct cmsghdr header;
@@ -173,10 +174,10 @@ static int send_now(int socket, const shm_message *message, int fd) {
 }
 
 /* With tx_lock held. Its end is seen by whoever reads, after what the other side still said. */
-static void break_off(shm_link *link) {
+static void shm_link_shutdown(shm_link *link) {
     link->broken = true;
     (void)shutdown(link->fd, SHUT_RDWR);
-    packets_free(link);
+    shm_link_packets_free(link);
 }
 
 void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int fd) {
@@ -185,10 +186,10 @@ void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int 
     message->version = SHM_VERSION;
     message->counter = ++link->tx_counter;
     if (key != NULL) {
-        make_code(link, message, true, key, message->mac);
+        shm_link_authenticate(link, message, true, key, message->mac);
     }
     if (link->fd >= 0 && !link->broken) {
-        int result = link->tx_first != NULL ? 0 : send_now(link->fd, message, fd);
+        int result = link->tx_first != NULL ? 0 : shm_link_send_now(link->fd, message, fd);
         if (result == 0) {
             shm_packet *packet = malloc(sizeof(*packet));
             if (packet != NULL) {
@@ -201,13 +202,13 @@ void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int 
                 }
                 link->tx_last = packet;
                 link->tx_count++;
-                watch_again(link);
+                shm_link_rearm(link);
             } else {
                 result = -1;
             }
         }
         if (result < 0) {
-            break_off(link);
+            shm_link_shutdown(link);
         }
     }
     pthread_mutex_unlock(&link->tx_lock);
@@ -223,16 +224,16 @@ void kvx_shm_hello(shm_link *link, int status) {
     kvx_shm_send(link, &message, NULL, -1);
 }
 
-static void flush(shm_link *link) {
+static void shm_link_flush(shm_link *link) {
     pthread_mutex_lock(&link->tx_lock);
     while (link->tx_first != NULL && link->fd >= 0) {
         shm_packet *packet = link->tx_first;
-        int result = send_now(link->fd, &packet->message, packet->fd);
+        int result = shm_link_send_now(link->fd, &packet->message, packet->fd);
         if (result == 0) {
             break;
         }
         if (result < 0) {
-            break_off(link);
+            shm_link_shutdown(link);
             break;
         }
         link->tx_first = packet->next;
@@ -248,14 +249,14 @@ static void flush(shm_link *link) {
     if (link->tx_count < SHM_TX_MAX / 2 && !link->held && link->state != SHM_LINGER) {
         link->reading = true;
     }
-    watch_again(link);
+    shm_link_rearm(link);
     pthread_mutex_unlock(&link->tx_lock);
 }
 
 /* -- receiving ---------------------------------------------------------------------------------------------------- */
 
 /* Takes the first descriptor that came along; closes what else did. */
-static int fd_take(struct msghdr *in, bool *more_p) {
+static int shm_link_fd_take(struct msghdr *in, bool *more_p) {
     int first = -1;
     for (struct cmsghdr *header = CMSG_FIRSTHDR(in); header != NULL; header = CMSG_NXTHDR(in, header)) {
         if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
@@ -277,7 +278,7 @@ static int fd_take(struct msghdr *in, bool *more_p) {
 }
 
 /* A connection that is over, or that did what it must not. */
-static void link_end(shm_link *link, int status, int sys_errno, bool theirs_is_closed) {
+static void shm_link_end(shm_link *link, int status, int sys_errno, bool theirs_is_closed) {
     if (!theirs_is_closed) {
         KVX_COUNT(link->shm->counters, protocol_errors, 1);
     }
@@ -310,7 +311,7 @@ static const struct {
 };
 #define ERRNO_MAX 4095 /* of the kernel's */
 
-static bool zeros(const uint8_t *bytes, size_t count) {
+static bool shm_link_are_zero(const uint8_t *bytes, size_t count) {
     uint8_t any = 0;
     for (size_t i = 0; i < count; i++) {
         any |= bytes[i];
@@ -318,7 +319,7 @@ static bool zeros(const uint8_t *bytes, size_t count) {
     return any == 0;
 }
 
-static bool fields_fit(const shm_message *message) {
+static bool shm_link_fields_fit(const shm_message *message) {
     uint32_t says = rules[message->type].says, begin = rules[message->type].begin, end = rules[message->type].end;
     const uint8_t *body = (const uint8_t *)&message->hello;
     if (message->type == SHM_IMPORTED) {
@@ -328,11 +329,11 @@ static bool fields_fit(const shm_message *message) {
            (says & SAYS_ERRNO ? message->sys_errno >= 0 && message->sys_errno <= ERRNO_MAX : message->sys_errno == 0) &&
            (says & SAYS_HANDLE ? message->handle != 0 : message->handle == 0) &&
            (says & SAYS_HOW ? message->how <= SHM_BY_ATTACH : message->how == SHM_NOT) &&
-           (says & SAYS_CODE || zeros(message->mac, sizeof message->mac)) && zeros(body, begin) &&
-           zeros(body + end, sizeof message->hello - end);
+           (says & SAYS_CODE || shm_link_are_zero(message->mac, sizeof message->mac)) &&
+           shm_link_are_zero(body, begin) && shm_link_are_zero(body + end, sizeof message->hello - end);
 }
 
-static bool well_formed(shm_link *link, const shm_message *message, size_t length, int *status_p) {
+static bool shm_link_well_formed(shm_link *link, const shm_message *message, size_t length, int *status_p) {
     *status_p = KVX_E_NOT_KVXFER;
     if (length < 6 || message->magic != SHM_MAGIC) {
         return false;
@@ -342,13 +343,14 @@ static bool well_formed(shm_link *link, const shm_message *message, size_t lengt
         return false;
     }
     bool greets = message->type == SHM_HELLO;
-    return length == sizeof(*message) && message->type != 0 && message->type < SHM_TYPES && fields_fit(message) &&
-           message->counter == ++link->rx_counter && greets == (link->state == SHM_GREETING);
+    return length == sizeof(*message) && message->type != 0 && message->type < SHM_TYPES &&
+           shm_link_fields_fit(message) && message->counter == ++link->rx_counter &&
+           greets == (link->state == SHM_GREETING);
 }
 
-static void take(shm_link *link, const shm_message *message, size_t length, int fd, bool spoilt) {
+static void shm_link_on_message(shm_link *link, const shm_message *message, size_t length, int fd, bool spoilt) {
     int status = KVX_E_NOT_KVXFER;
-    bool good = !spoilt && well_formed(link, message, length, &status);
+    bool good = !spoilt && shm_link_well_formed(link, message, length, &status);
     if (!good && status == KVX_E_VERSION && link->peer == NULL && link->state == SHM_GREETING) {
         kvx_shm_hello(link, KVX_E_VERSION);
     }
@@ -362,12 +364,12 @@ static void take(shm_link *link, const shm_message *message, size_t length, int 
         }
     }
     if (!good && link->state != SHM_DEAD && link->state != SHM_LINGER && !(link->peer != NULL && link->peer->lost)) {
-        link_end(link, status, 0, false);
+        shm_link_end(link, status, 0, false);
     }
 }
 
 /* False: nothing more to read now. */
-static bool receive(shm_link *link) {
+static bool shm_link_receive(shm_link *link) {
     union {
         shm_message message;
         uint8_t bytes[sizeof(shm_message) + 1];
@@ -385,17 +387,17 @@ static bool receive(shm_link *link) {
             return true;
         }
         if (errno != EAGAIN || link->gone) {
-            link_end(link, KVX_E_PEER_LOST, errno == EAGAIN ? 0 : errno, true);
+            shm_link_end(link, KVX_E_PEER_LOST, errno == EAGAIN ? 0 : errno, true);
         }
         return false;
     }
     bool more = false;
-    int fd = fd_take(&header, &more);
+    int fd = shm_link_fd_take(&header, &more);
     if (got == 0) {
         if (fd >= 0) {
             close(fd);
         }
-        link_end(link, KVX_E_PEER_LOST, 0, true);
+        shm_link_end(link, KVX_E_PEER_LOST, 0, true);
         return false;
     }
     bool cut = (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
@@ -403,7 +405,7 @@ static bool receive(shm_link *link) {
         cut = (header.msg_flags & MSG_TRUNC) != 0;
         fd = SHM_FD_MISSED;
     }
-    take(link, &in.message, (size_t)got, fd, more || cut);
+    shm_link_on_message(link, &in.message, (size_t)got, fd, more || cut);
     return true;
 }
 
@@ -412,7 +414,7 @@ void kvx_shm_link_event(shm_link *link, uint32_t events) {
         return;
     }
     if (events & EPOLLOUT) {
-        flush(link);
+        shm_link_flush(link);
     }
     if (link->state == SHM_LINGER) {
         if (events & (EPOLLHUP | EPOLLERR)) {
@@ -429,13 +431,13 @@ void kvx_shm_link_event(shm_link *link, uint32_t events) {
     }
     for (int i = 0; (i < SHM_READS_MAX || link->gone) && link->state <= SHM_OPEN && link->reading && !link->parked;
          i++) {
-        if (!receive(link)) {
+        if (!shm_link_receive(link)) {
             return;
         }
         pthread_mutex_lock(&link->tx_lock);
         if (link->tx_count >= SHM_TX_MAX && !link->gone) { /* it asks faster than it listens */
             link->reading = false;
-            watch_again(link);
+            shm_link_rearm(link);
         }
         pthread_mutex_unlock(&link->tx_lock);
     }
@@ -445,7 +447,7 @@ void kvx_shm_link_gone(shm_link *link) {
     if (link->state == SHM_DEAD || link->process_fd < 0) {
         return;
     }
-    process_unwatch(link);
+    shm_link_process_unwatch(link);
     link->gone = true;
     if (!link->held && link->state != SHM_LINGER) {
         kvx_shm_link_read(link, true);

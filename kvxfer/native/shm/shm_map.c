@@ -32,7 +32,7 @@
 /* -- the peer's list of maps; with the lock held --------------------------------------------------------------------
  */
 
-static void map_unlink(shm_map *map) {
+static void shm_map_unlink(shm_map *map) {
     shm_peer *peer = map->peer;
     if (map->previous != NULL) {
         map->previous->next = map->next;
@@ -46,7 +46,7 @@ static void map_unlink(shm_map *map) {
     }
 }
 
-static void map_to_front(shm_map *map) {
+static void shm_map_to_front(shm_map *map) {
     shm_peer *peer = map->peer;
     map->previous = NULL;
     map->next = peer->maps;
@@ -58,13 +58,13 @@ static void map_to_front(shm_map *map) {
     peer->maps = map;
 }
 
-static bool map_holds(const shm_map *map, const shm_map *wanted) {
+static bool shm_map_contains(const shm_map *map, const shm_map *wanted) {
     return map->region == wanted->region && map->device == wanted->device && map->inode == wanted->inode &&
            !map->unwanted && (map->writable || !wanted->writable) && map->begin <= wanted->begin &&
            wanted->begin + wanted->length <= map->begin + map->length;
 }
 
-static void map_join(shm_map *map, shm_import *import, uint64_t at) {
+static void shm_map_attach(shm_map *map, shm_import *import, uint64_t at) {
     if (map->imports++ == 0) {
         map->peer->idle_maps--;
     }
@@ -72,12 +72,12 @@ static void map_join(shm_map *map, shm_import *import, uint64_t at) {
     import->remote = map->base + (at - map->begin);
 }
 
-static bool join_one(shm_peer *peer, shm_import *import, const shm_map *wanted, uint64_t at) {
+static bool shm_map_attach_one(shm_peer *peer, shm_import *import, const shm_map *wanted, uint64_t at) {
     for (shm_map *map = peer->maps; map != NULL; map = map->next) {
-        if (map_holds(map, wanted)) {
-            map_unlink(map);
-            map_to_front(map);
-            map_join(map, import, at);
+        if (shm_map_contains(map, wanted)) {
+            shm_map_unlink(map);
+            shm_map_to_front(map);
+            shm_map_attach(map, import, at);
             return true;
         }
     }
@@ -86,9 +86,9 @@ static bool join_one(shm_peer *peer, shm_import *import, const shm_map *wanted, 
 
 /* A new map takes the place of those that it covers; spans of one region would otherwise pile up. With the lock held.
  */
-static void map_covers_others(shm_map *map) {
+static void shm_map_replace_covered(shm_map *map) {
     for (shm_map *other = map->next; other != NULL; other = other->next) {
-        if (map_holds(map, other)) {
+        if (shm_map_contains(map, other)) {
             other->unwanted = true;
         }
     }
@@ -112,7 +112,7 @@ void kvx_shm_maps_forget(shm_peer *peer, uint64_t region) {
 shm_map *kvx_shm_map_unwanted(shm_peer *peer) {
     for (shm_map *map = peer->maps_last; map != NULL; map = map->previous) {
         if (map->imports == 0 && (map->unwanted || peer->idle_maps > SHM_IDLE_MAX)) {
-            map_unlink(map);
+            shm_map_unlink(map);
             peer->idle_maps--;
             return map;
         }
@@ -123,7 +123,7 @@ shm_map *kvx_shm_map_unwanted(shm_peer *peer) {
 /* -- mapping --------------------------------------------------------------------------------------------------------
  */
 
-static void unmap_run(kvx_job *job) {
+static void shm_map_unmap_run(kvx_job *job) {
     shm_map *map = (shm_map *)((char *)job - offsetof(shm_map, job));
     munmap(map->base, map->length);
     free((void *)map->filled);
@@ -131,15 +131,15 @@ static void unmap_run(kvx_job *job) {
 }
 
 void kvx_shm_map_free(shm_map *map, bool by_job) {
-    map->job.run = unmap_run;
+    map->job.run = shm_map_unmap_run;
     if (by_job && map->length > SHM_UNMAP_MAX) {
         kvx_core_job_post(map->peer->shm->core, &map->job);
     } else {
-        unmap_run(&map->job);
+        shm_map_unmap_run(&map->job);
     }
 }
 
-static uint64_t page_of(const shm_transport *shm, int fd) {
+static uint64_t shm_map_page_of(const shm_transport *shm, int fd) {
     struct statfs about;
     if (fstatfs(fd, &about) == 0 && (unsigned long)about.f_type == HUGETLBFS_MAGIC) {
         return (uint64_t)about.f_bsize;
@@ -148,13 +148,13 @@ static uint64_t page_of(const shm_transport *shm, int fd) {
 }
 
 /* A file that its owner can shrink would kill us with SIGBUS. */
-static bool trustworthy(int fd, uint64_t end, struct stat *about_p) {
+static bool shm_map_file_is_sealed(int fd, uint64_t end, struct stat *about_p) {
     int seals = fcntl(fd, F_GET_SEALS);
     return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, about_p) == 0 && S_ISREG(about_p->st_mode) &&
            about_p->st_size >= 0 && end <= (uint64_t)about_p->st_size;
 }
 
-static void *map_file(const shm_map *map, int fd) {
+static void *shm_map_file(const shm_map *map, int fd) {
     int protection = map->writable ? PROT_READ | PROT_WRITE : PROT_READ;
     return mmap(NULL, map->length, protection, MAP_SHARED, fd, (off_t)map->begin);
 }
@@ -162,7 +162,7 @@ static void *map_file(const shm_map *map, int fd) {
 /* -- page tables ----------------------------------------------------------------------------------------------------
  */
 
-static void populate(const shm_map *map, uint64_t first, uint64_t last) {
+static void shm_map_populate(const shm_map *map, uint64_t first, uint64_t last) {
     uint64_t begin = first * SHM_GRANULE, end = last * SHM_GRANULE;
     end = end < map->length ? end : map->length;
     if (begin < end) {
@@ -171,29 +171,29 @@ static void populate(const shm_map *map, uint64_t first, uint64_t last) {
 }
 
 /* What another thread is just filling is left to page faults. */
-static void fill(const shm_map *map, uint64_t offset, uint64_t length) {
+static void shm_map_prefault(const shm_map *map, uint64_t offset, uint64_t length) {
     uint64_t granule = offset / SHM_GRANULE, end = (offset + length - 1) / SHM_GRANULE + 1, first = granule;
     for (; granule < end; granule++) {
         _Atomic uint64_t *word = &map->filled[granule / 64];
         uint64_t bit = UINT64_C(1) << (granule % 64);
         if ((atomic_load_explicit(word, memory_order_relaxed) & bit) ||
             (atomic_fetch_or_explicit(word, bit, memory_order_relaxed) & bit)) {
-            populate(map, first, granule);
+            shm_map_populate(map, first, granule);
             first = granule + 1;
         }
     }
-    populate(map, first, end);
+    shm_map_populate(map, first, end);
 }
 
 void kvx_shm_fill(const shm_import *import, uint64_t offset, uint64_t length) {
     const shm_map *map = import->map;
     if (map != NULL && map->filled != NULL) {
-        fill(map, offset + (uint64_t)(import->remote - map->base), length);
+        shm_map_prefault(map, offset + (uint64_t)(import->remote - map->base), length);
     }
 }
 
 /* A turn of a job in the copy pool; it queues up again behind whatever has come meanwhile. */
-static void ahead_run(kvx_job *job) {
+static void shm_map_prefault_run(kvx_job *job) {
     shm_map *map = (shm_map *)((char *)job - offsetof(shm_map, ahead));
     shm_peer *peer = map->peer;
     shm_transport *shm = peer->shm;
@@ -203,7 +203,7 @@ static void ahead_run(kvx_job *job) {
     bool wanted = !map->unwanted && !peer->lost && !peer->closing;
     pthread_mutex_unlock(&shm->lock);
     if (wanted && turn != 0) {
-        fill(map, map->ahead_at, turn);
+        shm_map_prefault(map, map->ahead_at, turn);
         map->ahead_at += turn;
         kvx_core_job_post(shm->core, job);
         return;
@@ -217,10 +217,10 @@ static void ahead_run(kvx_job *job) {
 }
 
 /* With the lock held, by the thread that made the map. */
-static void ahead_begin(shm_map *map) {
+static void shm_map_prefault_begin(shm_map *map) {
     if (map->filled != NULL) {
         map->imports++;
-        map->ahead.run = ahead_run;
+        map->ahead.run = shm_map_prefault_run;
         kvx_core_job_post(map->peer->shm->core, &map->ahead);
     }
 }
@@ -230,11 +230,11 @@ static void ahead_begin(shm_map *map) {
  */
 
 /* A new map like `wanted`, unless one that is there will do. */
-static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int fd, int *errno_p) {
+static int shm_map_find(shm_import *import, const shm_map *wanted, uint64_t at, int fd, int *errno_p) {
     shm_peer *peer = import->peer;
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
-    bool found = join_one(peer, import, wanted, at);
+    bool found = shm_map_attach_one(peer, import, wanted, at);
     pthread_mutex_unlock(&shm->lock);
     if (found) {
         return KVX_OK;
@@ -244,7 +244,7 @@ static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int 
         return KVX_E_NOMEM;
     }
     *map = *wanted;
-    void *base = map_file(map, fd);
+    void *base = shm_map_file(map, fd);
     if (base == MAP_FAILED) {
         *errno_p = errno;
         free(map);
@@ -253,20 +253,21 @@ static int map_find(shm_import *import, const shm_map *wanted, uint64_t at, int 
     map->base = base; /* without the bits it is only slower */
     map->filled = calloc((map->length + 64 * SHM_GRANULE - 1) / (64 * SHM_GRANULE), sizeof(*map->filled));
     pthread_mutex_lock(&shm->lock);
-    map_to_front(map);
+    shm_map_to_front(map);
     peer->idle_maps++;
-    map_join(map, import, at);
-    map_covers_others(map);
-    ahead_begin(map);
+    shm_map_attach(map, import, at);
+    shm_map_replace_covered(map);
+    shm_map_prefault_begin(map);
     pthread_mutex_unlock(&shm->lock);
     return KVX_OK;
 }
 
 int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *errno_p) {
     shm_transport *shm = import->peer->shm;
-    uint64_t page = page_of(shm, fd), at = message->mapped.at, end;
+    uint64_t page = shm_map_page_of(shm, fd), at = message->mapped.at, end;
     struct stat about;
-    if (__builtin_add_overflow(at, import->length, &end) || end > INT64_MAX - page || !trustworthy(fd, end, &about)) {
+    if (__builtin_add_overflow(at, import->length, &end) || end > INT64_MAX - page ||
+        !shm_map_file_is_sealed(fd, end, &about)) {
         return KVX_E_NOT_KVXFER;
     }
     shm_map wanted = {
@@ -278,11 +279,11 @@ int kvx_shm_map(shm_import *import, const shm_message *message, int fd, int *err
         .writable = (import->import->remote.access & KVX_WRITE) != 0,
     };
     wanted.length = ((end + page - 1) & ~(page - 1)) - wanted.begin;
-    int status = map_find(import, &wanted, at, fd, errno_p);
+    int status = shm_map_find(import, &wanted, at, fd, errno_p);
     if (status != KVX_OK) {
         return status;
     }
-    void *view = map_file(&wanted, fd);
+    void *view = shm_map_file(&wanted, fd);
     if (view != MAP_FAILED) { /* without it there is nothing to adopt, but transfers work */
         import->view = view;
         import->view_length = wanted.length;

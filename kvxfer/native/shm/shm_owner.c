@@ -19,7 +19,7 @@
 /* -- attachments; all with the lock held ----------------------------------------------------------------------------
  */
 
-static bool attached_already(const shm_transport *shm, const shm_link *link, uint64_t grant) {
+static bool shm_owner_attach_exists(const shm_transport *shm, const shm_link *link, uint64_t grant) {
     for (const shm_attach *at = kvx_table_get(&shm->grants, grant); at != NULL; at = at->next) {
         if (at->link == link) {
             return true;
@@ -28,8 +28,8 @@ static bool attached_already(const shm_transport *shm, const shm_link *link, uin
     return false;
 }
 
-static shm_attach *attach_new(shm_transport *shm, shm_link *link, const shm_message *message,
-                              const kvx_access *access) {
+static shm_attach *shm_owner_attach_new(shm_transport *shm, shm_link *link, const shm_message *message,
+                                        const kvx_access *access) {
     shm_attach *attach = kvx_vault_take(sizeof(*attach));
     if (attach == NULL || !kvx_table_reserve(&link->attached, 1) || !kvx_table_reserve(&link->regions, 1) ||
         !kvx_table_reserve(&shm->grants, 1)) {
@@ -44,8 +44,8 @@ static shm_attach *attach_new(shm_transport *shm, shm_link *link, const shm_mess
     return attach;
 }
 
-static void attach_insert(shm_transport *shm, shm_attach *attach) {
-    if (!attached_already(shm, attach->link, attach->grant)) {
+static void shm_owner_attach_insert(shm_transport *shm, shm_attach *attach) {
+    if (!shm_owner_attach_exists(shm, attach->link, attach->grant)) {
         kvx_grant_attach(shm->core, attach->grant);
     }
     shm_attach *first = kvx_table_remove(&shm->grants, attach->grant);
@@ -57,7 +57,7 @@ static void attach_insert(shm_transport *shm, shm_attach *attach) {
     kvx_table_put(&attach->link->attached, attach->handle, attach);
 }
 
-static void attach_end(shm_transport *shm, shm_attach *attach, bool lost) {
+static void shm_owner_attach_end(shm_transport *shm, shm_attach *attach, bool lost) {
     kvx_table_remove(&attach->link->attached, attach->handle);
     if (attach->next != NULL) {
         attach->next->previous = attach->previous;
@@ -70,7 +70,7 @@ static void attach_end(shm_transport *shm, shm_attach *attach, bool lost) {
             kvx_table_put(&shm->grants, attach->grant, attach->next);
         }
     }
-    if (!attached_already(shm, attach->link, attach->grant)) {
+    if (!shm_owner_attach_exists(shm, attach->link, attach->grant)) {
         kvx_grant_detach(shm->core, attach->grant, lost);
     }
     if (attach->revoked != NULL && kvx_table_get(&shm->grants, attach->grant) == NULL) {
@@ -83,7 +83,7 @@ static void attach_end(shm_transport *shm, shm_attach *attach, bool lost) {
  */
 
 /* A descriptor to send: for grants without write access one through which the kernel refuses writable mappings. */
-static int descriptor_for(const kvx_grant *grant, int *errno_p) {
+static int shm_owner_descriptor_for(const kvx_grant *grant, int *errno_p) {
     int fd;
     if (grant->access & KVX_WRITE) {
         fd = fcntl(grant->region->memfd, F_DUPFD_CLOEXEC, 0);
@@ -96,7 +96,7 @@ static int descriptor_for(const kvx_grant *grant, int *errno_p) {
     return fd;
 }
 
-static int check(const shm_link *link, const shm_message *message, const kvx_access *access) {
+static int shm_owner_check(const shm_link *link, const shm_message *message, const kvx_access *access) {
     if (!kvx_shm_authentic(link, message, access->grant->key)) {
         return KVX_E_KEY;
     }
@@ -105,8 +105,8 @@ static int check(const shm_link *link, const shm_message *message, const kvx_acc
 }
 
 /* Fills the answer; on KVX_OK the initiator is attached and *fd_p is to be sent. */
-static int let_in(shm_link *link, const shm_message *message, const kvx_access *access, shm_message *answer,
-                  int *fd_p) {
+static int shm_owner_attach(shm_link *link, const shm_message *message, const kvx_access *access, shm_message *answer,
+                            int *fd_p) {
     shm_transport *shm = link->shm;
     const kvx_grant *grant = access->grant;
     if (link->attached.count >= shm->config->grants_max) {
@@ -120,7 +120,7 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
         answer->how = SHM_BY_MAPPING;
         answer->mapped.at = grant->offset;
         answer->mapped.region = grant->region->id;
-        *fd_p = descriptor_for(grant, &answer->sys_errno);
+        *fd_p = shm_owner_descriptor_for(grant, &answer->sys_errno);
         if (*fd_p < 0) {
             return answer->sys_errno == EMFILE || answer->sys_errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
         }
@@ -130,7 +130,7 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
         answer->attached.probe_address = (uint64_t)(uintptr_t)shm->probe;
         memcpy(answer->attached.probe, shm->probe, sizeof(shm->probe));
     }
-    shm_attach *attach = attach_new(shm, link, message, access);
+    shm_attach *attach = shm_owner_attach_new(shm, link, message, access);
     if (attach == NULL) {
         if (*fd_p >= 0) {
             close(*fd_p);
@@ -138,14 +138,14 @@ static int let_in(shm_link *link, const shm_message *message, const kvx_access *
         }
         return KVX_E_NOMEM;
     }
-    attach_insert(shm, attach);
+    shm_owner_attach_insert(shm, attach);
     if (!attach->by_attach && kvx_table_get(&link->regions, grant->region->id) == NULL) {
         kvx_table_put(&link->regions, grant->region->id, grant->region);
     }
     return KVX_OK;
 }
 
-static bool on_import(shm_link *link, const shm_message *message) {
+static bool shm_owner_on_import(shm_link *link, const shm_message *message) {
     shm_transport *shm = link->shm;
     shm_message answer = {.type = SHM_IMPORTED, .handle = message->handle};
     kvx_access access;
@@ -166,11 +166,11 @@ static bool on_import(shm_link *link, const shm_message *message) {
     if (status == KVX_OK) {
         uint8_t key[KVX_KEY_BYTES];
         memcpy(key, access.grant->key, sizeof(key));
-        status = check(link, message, &access);
+        status = shm_owner_check(link, message, &access);
         if (status != KVX_OK) {
             KVX_COUNT(shm->counters, refused, 1);
         } else {
-            status = let_in(link, message, &access, &answer, &fd);
+            status = shm_owner_attach(link, message, &access, &answer, &fd);
         }
         if (status != KVX_OK) {
             answer = (shm_message){
@@ -190,7 +190,7 @@ static bool on_import(shm_link *link, const shm_message *message) {
 /* -- revoke -----------------------------------------------------------------------------------------------------------
  */
 
-static void ask_back(shm_attach *attach) {
+static void shm_owner_send_revoke(shm_attach *attach) {
     shm_message message = {.type = SHM_REVOKE, .handle = attach->handle};
     attach->asked = true;
     kvx_shm_send(attach->link, &message, attach->key, -1);
@@ -201,7 +201,7 @@ int kvx_shm_owner_revoke(shm_transport *shm, kvx_grant *grant) {
     shm_attach *first = kvx_table_get(&shm->grants, grant->id);
     for (shm_attach *at = first; at != NULL; at = at->next) {
         at->revoked = grant;
-        ask_back(at);
+        shm_owner_send_revoke(at);
     }
     pthread_mutex_unlock(&shm->lock);
     return first == NULL ? KVX_OK : KVX_PENDING;
@@ -219,14 +219,14 @@ void kvx_shm_owner_forget(shm_transport *shm, const kvx_region *region) {
     pthread_mutex_unlock(&shm->lock);
 }
 
-static bool on_given_back(shm_link *link, const shm_message *message) {
+static bool shm_owner_on_detach(shm_link *link, const shm_message *message) {
     shm_transport *shm = link->shm;
     pthread_mutex_lock(&shm->lock);
     shm_attach *attach = kvx_table_get(&link->attached, message->handle);
     bool good =
         attach != NULL && kvx_shm_authentic(link, message, attach->key) && (message->type == SHM_DROP || attach->asked);
     if (good) {
-        attach_end(shm, attach, false);
+        shm_owner_attach_end(shm, attach, false);
     }
     pthread_mutex_unlock(&shm->lock);
     return good;
@@ -235,7 +235,7 @@ static bool on_given_back(shm_link *link, const shm_message *message) {
 /* -- notifications ----------------------------------------------------------------------------------------------------
  */
 
-static bool on_notify(shm_link *link, const shm_message *message) {
+static bool shm_owner_on_notify(shm_link *link, const shm_message *message) {
     shm_transport *shm = link->shm;
     shm_message answer = {.type = SHM_NOTIFIED, .handle = message->handle, .notify.token = message->notify.token};
     pthread_mutex_lock(&shm->lock);
@@ -261,7 +261,7 @@ static bool on_notify(shm_link *link, const shm_message *message) {
 
 void kvx_shm_owner_held(shm_link *link) {
     shm_message message = link->held_message;
-    if (!on_notify(link, &message)) {
+    if (!shm_owner_on_notify(link, &message)) {
         kvx_shm_owner_hang_up(link);
     } else if (!link->held) {
         kvx_shm_link_read(link, true);
@@ -276,7 +276,7 @@ void kvx_shm_owner_held(shm_link *link) {
 /* -- messages ---------------------------------------------------------------------------------------------------------
  */
 
-static bool on_hello(shm_link *link, const shm_message *message) {
+static bool shm_owner_on_hello(shm_link *link, const shm_message *message) {
     shm_transport *shm = link->shm;
     memcpy(link->nonce_theirs, message->hello.nonce, sizeof(link->nonce_theirs));
     if (message->status != KVX_OK) {
@@ -299,14 +299,14 @@ static bool on_hello(shm_link *link, const shm_message *message) {
 bool kvx_shm_owner_message(shm_link *link, const shm_message *message) {
     switch (message->type) {
     case SHM_HELLO:
-        return on_hello(link, message);
+        return shm_owner_on_hello(link, message);
     case SHM_IMPORT:
-        return on_import(link, message);
+        return shm_owner_on_import(link, message);
     case SHM_REVOKED:
     case SHM_DROP:
-        return on_given_back(link, message);
+        return shm_owner_on_detach(link, message);
     case SHM_NOTIFY:
-        return on_notify(link, message);
+        return shm_owner_on_notify(link, message);
     case SHM_BYE:
         link->said_bye = true;
         return true;
@@ -347,7 +347,7 @@ void kvx_shm_owner_end(shm_link *link) {
     pthread_mutex_lock(&shm->lock);
     shm_attach *attach;
     while ((attach = kvx_table_any(&link->attached)) != NULL) {
-        attach_end(shm, attach, !link->said_bye);
+        shm_owner_attach_end(shm, attach, !link->said_bye);
     }
     if (link->previous != NULL) {
         link->previous->next = link->next;
@@ -365,7 +365,7 @@ void kvx_shm_owner_end(shm_link *link) {
 /* -- close ------------------------------------------------------------------------------------------------------------
  */
 
-static shm_link *reaching_in(shm_transport *shm) {
+static shm_link *shm_owner_find_attached(shm_transport *shm) {
     for (shm_link *link = shm->links; link != NULL; link = link->next) {
         for (uint32_t i = 0; i < link->attached.capacity; i++) {
             if (link->attached.keys[i] != 0 && ((shm_attach *)link->attached.values[i])->by_attach) {
@@ -376,7 +376,7 @@ static shm_link *reaching_in(shm_transport *shm) {
     return NULL;
 }
 
-static void wait_for(shm_link *link, int wait_ms) {
+static void shm_owner_wait_for(shm_link *link, int wait_ms) {
     struct pollfd ready = {.fd = link->fd, .events = link->state == SHM_LINGER ? 0 : POLLIN};
     if (poll(&ready, 1, wait_ms) <= 0) {
         return;
@@ -395,17 +395,17 @@ static void wait_for(shm_link *link, int wait_ms) {
 void kvx_shm_owner_close(shm_transport *shm) {
     uint64_t now_ms = kvx_now_ms(), until_ms = now_ms + shm->config->cancel_ms;
     shm->closing = true;
-    shm_link *link = reaching_in(shm);
+    shm_link *link = shm_owner_find_attached(shm);
     for (shm_link *at = link; at != NULL; at = at->next) {
         for (uint32_t i = 0; i < at->attached.capacity; i++) {
             shm_attach *attach = at->attached.keys[i] != 0 ? at->attached.values[i] : NULL;
             if (attach != NULL && attach->by_attach && !attach->asked) {
-                ask_back(attach);
+                shm_owner_send_revoke(attach);
             }
         }
     }
-    for (; link != NULL && now_ms < until_ms; now_ms = kvx_now_ms(), link = reaching_in(shm)) {
-        wait_for(link, (int)(until_ms - now_ms));
+    for (; link != NULL && now_ms < until_ms; now_ms = kvx_now_ms(), link = shm_owner_find_attached(shm)) {
+        shm_owner_wait_for(link, (int)(until_ms - now_ms));
     }
     while (shm->links != NULL) {
         shm_message bye = {.type = SHM_BYE};

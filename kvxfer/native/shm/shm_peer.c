@@ -25,7 +25,7 @@ void kvx_shm_todo(shm_peer *peer) {
 /* -- connecting --------------------------------------------------------------------------------------------------- */
 
 /* "<boot id>:<path>" */
-static void endpoint_take(shm_peer *peer, const char *endpoint) {
+static void shm_peer_endpoint_take(shm_peer *peer, const char *endpoint) {
     const shm_transport *shm = peer->shm;
     const char *colon = strchr(endpoint, ':');
     const struct sockaddr_un *limit = NULL;
@@ -45,7 +45,7 @@ int kvx_shm_peer_connect(void *transport, kvx_peer *kvx) {
     }
     peer->shm = shm;
     peer->peer = kvx;
-    endpoint_take(peer, kvx->endpoint);
+    shm_peer_endpoint_take(peer, kvx->endpoint);
     kvx->transport_data = peer;
     pthread_mutex_lock(&shm->lock);
     peer->next = shm->peers;
@@ -58,18 +58,18 @@ int kvx_shm_peer_connect(void *transport, kvx_peer *kvx) {
     return KVX_PENDING;
 }
 
-static void connect_end(shm_peer *peer, int status, int sys_errno) {
+static void shm_peer_connect_end(shm_peer *peer, int status, int sys_errno) {
     peer->told = true;
     peer->connected = status == KVX_OK;
     peer->deadline_ms = 0;
     kvx_connect_done(peer->peer, status, sys_errno);
 }
 
-static int connect_status(int error) {
+static int shm_peer_connect_status(int error) {
     return error == EMFILE || error == ENFILE ? KVX_E_FDS : error == ENOMEM ? KVX_E_NOMEM : KVX_E_UNREACHABLE;
 }
 
-static void connect_try(shm_peer *peer) {
+static void shm_peer_connect_once(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strcpy(address.sun_path, peer->path);
@@ -83,14 +83,14 @@ static void connect_try(shm_peer *peer) {
             peer->retry_ms = kvx_now_ms() + SHM_RETRY_MS;
             kvx_shm_deadline(shm, peer->retry_ms);
         } else {
-            connect_end(peer, connect_status(error), error);
+            shm_peer_connect_end(peer, shm_peer_connect_status(error), error);
         }
         return;
     }
     peer->retry_ms = 0;
     if (!kvx_shm_trusted(fd, &peer->pid)) {
         close(fd);
-        connect_end(peer, KVX_E_REFUSED, EPERM);
+        shm_peer_connect_end(peer, KVX_E_REFUSED, EPERM);
         return;
     }
     shm_link *link = kvx_shm_link_new(shm, fd, peer->pid, peer);
@@ -100,7 +100,7 @@ static void connect_try(shm_peer *peer) {
         } else {
             close(fd);
         }
-        connect_end(peer, KVX_E_NOMEM, 0);
+        shm_peer_connect_end(peer, KVX_E_NOMEM, 0);
         return;
     }
     pthread_mutex_lock(&shm->lock);
@@ -109,19 +109,19 @@ static void connect_try(shm_peer *peer) {
     kvx_shm_hello(link, KVX_OK);
 }
 
-static void connect_begin(shm_peer *peer) {
+static void shm_peer_connect_begin(shm_peer *peer) {
     if (peer->malformed) {
-        connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
+        shm_peer_connect_end(peer, KVX_E_UNREACHABLE, EINVAL);
     } else if (peer->other_host) {
-        connect_end(peer, KVX_E_OTHER_HOST, 0);
+        shm_peer_connect_end(peer, KVX_E_OTHER_HOST, 0);
     } else {
         peer->deadline_ms = kvx_now_ms() + peer->shm->config->connect_ms;
         kvx_shm_deadline(peer->shm, peer->deadline_ms);
-        connect_try(peer);
+        shm_peer_connect_once(peer);
     }
 }
 
-static bool on_hello(shm_peer *peer, shm_link *link, const shm_message *message) {
+static bool shm_peer_on_hello(shm_peer *peer, shm_link *link, const shm_message *message) {
     if (message->status != KVX_OK) {
         int status = message->status == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_REFUSED;
         kvx_shm_peer_end(link, status, 0);
@@ -130,7 +130,7 @@ static bool on_hello(shm_peer *peer, shm_link *link, const shm_message *message)
     memcpy(link->nonce_theirs, message->hello.nonce, sizeof(link->nonce_theirs));
     link->state = SHM_OPEN;
     memcpy(peer->peer->engine_id, message->hello.engine_id, KVX_ID_BYTES);
-    connect_end(peer, KVX_OK, 0);
+    shm_peer_connect_end(peer, KVX_OK, 0);
     return true;
 }
 
@@ -157,7 +157,7 @@ void kvx_shm_notify(shm_import *import, kvx_op *op) {
     }
 }
 
-static bool on_notified(shm_peer *peer, shm_link *link, const shm_message *message) {
+static bool shm_peer_on_notified(shm_peer *peer, shm_link *link, const shm_message *message) {
     shm_transport *shm = peer->shm;
     bool good = true;
     pthread_mutex_lock(&shm->lock);
@@ -178,7 +178,7 @@ static bool on_notified(shm_peer *peer, shm_link *link, const shm_message *messa
 }
 
 /* Ends those that wait for NOTIFIED; all of them, or the cancelled ones. */
-static void awaiting_end(shm_peer *peer, bool all, int status) {
+static void shm_peer_notify_complete(shm_peer *peer, bool all, int status) {
     shm_transport *shm = peer->shm;
     for (uint32_t i = 0;;) {
         kvx_op *op = NULL;
@@ -200,10 +200,10 @@ static void awaiting_end(shm_peer *peer, bool all, int status) {
 }
 
 void kvx_shm_peer_cancelled(shm_peer *peer) {
-    awaiting_end(peer, false, KVX_E_CANCELLED);
+    shm_peer_notify_complete(peer, false, KVX_E_CANCELLED);
 }
 
-static bool on_forget(shm_peer *peer, const shm_message *message) {
+static bool shm_peer_on_forget(shm_peer *peer, const shm_message *message) {
     pthread_mutex_lock(&peer->shm->lock);
     kvx_shm_maps_forget(peer, message->mapped.region);
     kvx_shm_todo(peer);
@@ -215,15 +215,15 @@ bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p)
     shm_peer *peer = link->peer;
     switch (message->type) {
     case SHM_HELLO:
-        return on_hello(peer, link, message);
+        return shm_peer_on_hello(peer, link, message);
     case SHM_IMPORTED:
         return kvx_shm_on_imported(peer, link, message, fd_p);
     case SHM_REVOKE:
         return kvx_shm_on_revoke(peer, link, message);
     case SHM_NOTIFIED:
-        return on_notified(peer, link, message);
+        return shm_peer_on_notified(peer, link, message);
     case SHM_FORGET:
-        return on_forget(peer, message);
+        return shm_peer_on_forget(peer, message);
     case SHM_BYE:
         return true; /* the end follows */
     default:
@@ -242,11 +242,11 @@ void kvx_shm_peer_end(shm_link *link, int status, int sys_errno) {
     kvx_shm_todo(peer);
     pthread_mutex_unlock(&peer->shm->lock);
     if (!peer->told) {
-        connect_end(peer, status, sys_errno);
+        shm_peer_connect_end(peer, status, sys_errno);
     }
 }
 
-static bool all_idle(const shm_peer *peer) {
+static bool shm_peer_is_idle(const shm_peer *peer) {
     for (const shm_import *import = peer->imports; import != NULL; import = import->next) {
         if (!import->idle) {
             return false;
@@ -255,7 +255,7 @@ static bool all_idle(const shm_peer *peer) {
     return true;
 }
 
-static void link_bury(shm_peer *peer) {
+static void shm_peer_link_reap(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
     shm_link *link = peer->link;
@@ -268,7 +268,7 @@ static void link_bury(shm_peer *peer) {
     }
 }
 
-static void peer_forget(shm_peer *peer) {
+static void shm_peer_forget(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
     if (peer->previous != NULL) {
@@ -293,7 +293,7 @@ static void peer_forget(shm_peer *peer) {
 }
 
 /* Lost: every token ends, then the socket, then its user is told. */
-static void lost_end(shm_peer *peer) {
+static void shm_peer_finish_lost(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
     bool tell = peer->connected && !peer->lost_told && !peer->closing;
@@ -308,20 +308,20 @@ static void lost_end(shm_peer *peer) {
     kvx_shm_maps_forget(peer, 0);
     kvx_shm_todo(peer);
     pthread_mutex_unlock(&shm->lock);
-    link_bury(peer);
+    shm_peer_link_reap(peer);
     if (tell) {
         kvx_peer_lost(peer->peer, KVX_E_PEER_LOST);
     }
 }
 
-static void closing_end(shm_peer *peer) {
+static void shm_peer_finish_close(shm_peer *peer) {
     shm_message bye = {.type = SHM_BYE};
     kvx_peer *kvx = peer->peer;
     if (peer->link != NULL && !peer->lost) {
         kvx_shm_send(peer->link, &bye, NULL, -1);
     }
-    link_bury(peer);
-    peer_forget(peer);
+    shm_peer_link_reap(peer);
+    shm_peer_forget(peer);
     kvx_peer_closed(kvx);
 }
 
@@ -338,23 +338,23 @@ void kvx_shm_peer_todo(shm_peer *peer) {
     }
     pthread_mutex_unlock(&shm->lock);
     if (!ending && !peer->told && peer->link == NULL && peer->deadline_ms == 0) {
-        connect_begin(peer);
+        shm_peer_connect_begin(peer);
     }
     if (ending) {
-        awaiting_end(peer, true, KVX_E_PEER_LOST);
+        shm_peer_notify_complete(peer, true, KVX_E_PEER_LOST);
     }
     kvx_shm_give_back_all(peer);
     if (!ending) {
         return;
     }
     pthread_mutex_lock(&shm->lock);
-    bool idle = all_idle(peer);
+    bool idle = shm_peer_is_idle(peer);
     bool empty = peer->imports == NULL && peer->maps == NULL;
     pthread_mutex_unlock(&shm->lock);
     if (closing && empty) {
-        closing_end(peer);
+        shm_peer_finish_close(peer);
     } else if (!closing && idle && !peer->lost_told) {
-        lost_end(peer);
+        shm_peer_finish_lost(peer);
     }
 }
 
@@ -390,9 +390,9 @@ void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms) {
         if (peer->link != NULL) {
             kvx_shm_link_unwatch(peer->link);
         }
-        connect_end(peer, KVX_E_TIMEOUT, ETIMEDOUT);
+        shm_peer_connect_end(peer, KVX_E_TIMEOUT, ETIMEDOUT);
     } else if (peer->retry_ms != 0 && now_ms >= peer->retry_ms) {
-        connect_try(peer);
+        shm_peer_connect_once(peer);
     }
     kvx_shm_deadline(peer->shm, peer->deadline_ms);
     kvx_shm_deadline(peer->shm, peer->retry_ms);
@@ -401,12 +401,12 @@ void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms) {
 /* No thread is left but ours. */
 void kvx_shm_peer_sweep(shm_peer *peer) {
     shm_message bye = {.type = SHM_BYE};
-    awaiting_end(peer, true, KVX_E_CLOSED);
+    shm_peer_notify_complete(peer, true, KVX_E_CLOSED);
     kvx_shm_imports_free(peer);
     if (peer->link != NULL) {
         kvx_shm_send(peer->link, &bye, NULL, -1);
         kvx_shm_link_free(peer->link);
         peer->link = NULL;
     }
-    peer_forget(peer);
+    shm_peer_forget(peer);
 }

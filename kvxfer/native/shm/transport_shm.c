@@ -26,7 +26,7 @@
 /* -- the listener ---------------------------------------------------------------------------------------------------
  */
 
-static void accept_arm(shm_transport *shm, bool on) {
+static void shm_accept_arm(shm_transport *shm, bool on) {
     struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &shm->listen_fd};
     if (shm->accept_paused == on) {
         (void)epoll_ctl(shm->epoll_fd, EPOLL_CTL_MOD, shm->listen_fd, &event);
@@ -34,14 +34,14 @@ static void accept_arm(shm_transport *shm, bool on) {
     }
 }
 
-static bool send_away(kvx_newcomer *one) {
+static bool shm_evict(kvx_newcomer *one) {
     if (one != NULL) {
         kvx_shm_owner_end((shm_link *)((uint8_t *)one - offsetof(shm_link, newcomer)));
     }
     return one != NULL;
 }
 
-static void accept_one(shm_transport *shm, int fd) {
+static void shm_accept_one(shm_transport *shm, int fd) {
     pid_t pid = 0;
     if (!kvx_shm_trusted(fd, &pid)) {
         KVX_COUNT(shm->counters, refused, 1);
@@ -65,20 +65,20 @@ static void accept_one(shm_transport *shm, int fd) {
     }
     shm->links = link;
     pthread_mutex_unlock(&shm->lock);
-    send_away(kvx_newcomers_surplus(&shm->line));
+    shm_evict(kvx_newcomers_surplus(&shm->line));
     kvx_newcomers_add(&shm->line, &link->newcomer, NULL);
     kvx_shm_deadline(shm, link->deadline_ms);
 }
 
-static void accept_turn(shm_transport *shm) {
+static void shm_accept_some(shm_transport *shm) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
         int fd = kvx_owned(accept4(shm->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd >= 0) {
-            accept_one(shm, fd);
+            shm_accept_one(shm, fd);
         } else if (errno != EINTR && errno != ECONNABORTED) {
             if (errno != EAGAIN) { /* out of descriptors or memory: later, instead of again and again */
-                bool room = send_away(kvx_newcomers_oldest(&shm->line));
-                accept_arm(shm, false);
+                bool room = shm_evict(kvx_newcomers_oldest(&shm->line));
+                shm_accept_arm(shm, false);
                 shm->accept_retry_ms = kvx_now_ms() + (room ? SHM_ACCEPT_MS / 10 : SHM_ACCEPT_MS);
                 kvx_shm_deadline(shm, shm->accept_retry_ms);
             }
@@ -90,7 +90,7 @@ static void accept_turn(shm_transport *shm) {
 /* -- progress ---------------------------------------------------------------------------------------------------------
  */
 
-static void todo_run(shm_transport *shm) {
+static void shm_todo_run(shm_transport *shm) {
     for (;;) {
         pthread_mutex_lock(&shm->lock);
         shm_peer *peer = shm->todo;
@@ -107,7 +107,7 @@ static void todo_run(shm_transport *shm) {
 }
 
 /* Peers and links come at the head and go only on this thread, so that a head stays good for a walk. */
-static shm_peer *peers_head(shm_transport *shm) {
+static shm_peer *shm_peers_head(shm_transport *shm) {
     pthread_mutex_lock(&shm->lock);
     shm_peer *head = shm->peers;
     pthread_mutex_unlock(&shm->lock);
@@ -115,19 +115,19 @@ static shm_peer *peers_head(shm_transport *shm) {
 }
 
 /* The core woke us: something was cancelled, or there is room for notifications again. */
-static void look_at_all(shm_transport *shm) {
+static void shm_poll_all(shm_transport *shm) {
     for (shm_link *link = shm->links, *next; link != NULL; link = next) {
         next = link->next;
         if (link->held) {
             kvx_shm_owner_held(link);
         }
     }
-    for (shm_peer *peer = peers_head(shm); peer != NULL; peer = peer->next) {
+    for (shm_peer *peer = shm_peers_head(shm); peer != NULL; peer = peer->next) {
         kvx_shm_peer_cancelled(peer);
     }
 }
 
-static void deadlines(shm_transport *shm) {
+static void shm_check_deadlines(shm_transport *shm) {
     uint64_t now_ms;
     if (shm->deadline_ms == 0 || (now_ms = kvx_now_ms()) < shm->deadline_ms) {
         return;
@@ -142,7 +142,7 @@ static void deadlines(shm_transport *shm) {
             kvx_shm_deadline(shm, link->deadline_ms);
         }
     }
-    for (shm_peer *peer = peers_head(shm); peer != NULL; peer = peer->next) {
+    for (shm_peer *peer = shm_peers_head(shm); peer != NULL; peer = peer->next) {
         kvx_shm_peer_deadline(peer, now_ms);
     }
     if (now_ms < shm->accept_retry_ms) {
@@ -152,7 +152,7 @@ static void deadlines(shm_transport *shm) {
     }
 }
 
-static void bury(shm_transport *shm) {
+static void shm_reap(shm_transport *shm) {
     while (shm->graveyard != NULL) {
         shm_link *link = shm->graveyard;
         shm->graveyard = link->grave_next;
@@ -160,7 +160,7 @@ static void bury(shm_transport *shm) {
     }
 }
 
-static int wait_ms(const shm_transport *shm, int timeout_ms) {
+static int shm_wait_ms(const shm_transport *shm, int timeout_ms) {
     if (shm->deadline_ms == 0) {
         return timeout_ms;
     }
@@ -176,14 +176,14 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
     struct epoll_event events[EVENTS_MAX];
     bool woken = false;
     (void)thread;
-    int count = epoll_wait(shm->epoll_fd, events, EVENTS_MAX, wait_ms(shm, timeout_ms));
+    int count = epoll_wait(shm->epoll_fd, events, EVENTS_MAX, shm_wait_ms(shm, timeout_ms));
     for (int i = 0; i < count; i++) {
         void *what = events[i].data.ptr;
         if (what == &shm->wake_fd) {
             uint64_t value;
             woken = read(shm->wake_fd, &value, sizeof(value)) > 0;
         } else if (what == &shm->listen_fd) {
-            accept_turn(shm);
+            shm_accept_some(shm);
         } else if ((uintptr_t)what & SHM_PROCESS) {
             kvx_shm_link_gone((shm_link *)((uint8_t *)what - SHM_PROCESS));
         } else {
@@ -191,14 +191,14 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
         }
     }
     if (woken) {
-        look_at_all(shm);
+        shm_poll_all(shm);
     }
-    todo_run(shm);
-    deadlines(shm);
+    shm_todo_run(shm);
+    shm_check_deadlines(shm);
     if (shm->accept_paused && shm->accept_retry_ms == 0) {
-        accept_arm(shm, true);
+        shm_accept_arm(shm, true);
     }
-    bury(shm);
+    shm_reap(shm);
     return count > 0 ? count : 0;
 }
 
@@ -218,7 +218,7 @@ static void shm_free(shm_transport *shm) {
 }
 
 /* The same for all processes of one kernel between two starts of it, whatever their namespaces. */
-static bool boot_id_read(char id[33]) {
+static bool shm_boot_id_read(char id[33]) {
     char text[64];
     size_t kept = 0;
     int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
@@ -235,7 +235,7 @@ static bool boot_id_read(char id[33]) {
     return kept == 32;
 }
 
-static int path_make(shm_transport *shm, char *why, size_t why_size) {
+static int shm_path_make(shm_transport *shm, char *why, size_t why_size) {
     const char *directory = shm->config->socket_dir;
     char id[13];
     const size_t most = sizeof(((struct sockaddr_un *)NULL)->sun_path) - 1;
@@ -257,7 +257,7 @@ static int path_make(shm_transport *shm, char *why, size_t why_size) {
 }
 
 /* A socket file that nobody listens on is left from an engine that died. */
-static bool stale(const struct sockaddr_un *address) {
+static bool shm_socket_is_stale(const struct sockaddr_un *address) {
     struct stat about;
     if (lstat(address->sun_path, &about) != 0 || !S_ISSOCK(about.st_mode)) {
         errno = EADDRINUSE;
@@ -273,7 +273,7 @@ static bool stale(const struct sockaddr_un *address) {
     return refused;
 }
 
-static int listen_open(shm_transport *shm, char *why, size_t why_size) {
+static int shm_listen_open(shm_transport *shm, char *why, size_t why_size) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strcpy(address.sun_path, shm->path);
     shm->listen_fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -284,7 +284,7 @@ static int listen_open(shm_transport *shm, char *why, size_t why_size) {
     (void)fchmod(shm->listen_fd, 0600); /* the file gets the mode of the socket: nobody can connect in between */
     const struct sockaddr *any = (const struct sockaddr *)&address;
     int bound = bind(shm->listen_fd, any, sizeof(address));
-    if (bound != 0 && errno == EADDRINUSE && stale(&address) && unlink(shm->path) == 0) {
+    if (bound != 0 && errno == EADDRINUSE && shm_socket_is_stale(&address) && unlink(shm->path) == 0) {
         bound = bind(shm->listen_fd, any, sizeof(address));
     }
     if (bound != 0) {
@@ -299,17 +299,17 @@ static int listen_open(shm_transport *shm, char *why, size_t why_size) {
     return KVX_OK;
 }
 
-static bool watch(shm_transport *shm, int *fd) {
+static bool shm_watch(shm_transport *shm, int *fd) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = fd};
     return epoll_ctl(shm->epoll_fd, EPOLL_CTL_ADD, *fd, &event) == 0;
 }
 
 static int shm_open_all(shm_transport *shm, char *why, size_t why_size) {
-    if (!boot_id_read(shm->boot_id)) {
+    if (!shm_boot_id_read(shm->boot_id)) {
         snprintf(why, why_size, "shm: cannot read /proc/sys/kernel/random/boot_id, which tells hosts apart");
         return KVX_E_UNSUPPORTED;
     }
-    int status = path_make(shm, why, why_size);
+    int status = shm_path_make(shm, why, why_size);
     if (status != KVX_OK) {
         return status;
     }
@@ -319,8 +319,8 @@ static int shm_open_all(shm_transport *shm, char *why, size_t why_size) {
         snprintf(why, why_size, "shm: no event descriptors: %s", strerror(errno));
         return KVX_E_FDS;
     }
-    status = listen_open(shm, why, why_size);
-    if (status == KVX_OK && (!watch(shm, &shm->wake_fd) || !watch(shm, &shm->listen_fd))) {
+    status = shm_listen_open(shm, why, why_size);
+    if (status == KVX_OK && (!shm_watch(shm, &shm->wake_fd) || !shm_watch(shm, &shm->listen_fd))) {
         snprintf(why, why_size, "shm: cannot watch descriptors: %s", strerror(errno));
         unlink(shm->path);
         return KVX_E_SYSTEM;
@@ -361,7 +361,7 @@ static void shm_close_slot(void *transport) {
         kvx_shm_peer_sweep(shm->peers);
     }
     kvx_shm_owner_close(shm);
-    bury(shm);
+    shm_reap(shm);
     shm_free(shm);
 }
 

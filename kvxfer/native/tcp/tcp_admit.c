@@ -38,11 +38,11 @@ void kvx_tcp_admit_free(tcp_transport *tcp) {
 
 /* -- with line_lock held ---------------------------------------------------------------------------------------- */
 
-static void leave_lines(tcp_conn *conn) {
+static void tcp_admit_unlink(tcp_conn *conn) {
     kvx_newcomers_remove(conn->proved ? &conn->tcp->unused : &conn->tcp->line, &conn->newcomer);
 }
 
-static void count(tcp_conn *conn, bool in) {
+static void tcp_admit_count(tcp_conn *conn, bool in) {
     tcp_transport *tcp = conn->tcp;
     if (conn->counts != in) {
         conn->counts = in;
@@ -52,20 +52,20 @@ static void count(tcp_conn *conn, bool in) {
 }
 
 /* Its thread takes it out of its line before it is freed. */
-static bool send_away(tcp_transport *tcp, kvx_newcomer *one) {
+static bool tcp_admit_evict(tcp_transport *tcp, kvx_newcomer *one) {
     if (one == NULL) {
         return false;
     }
     tcp_conn *conn = (tcp_conn *)((uint8_t *)one - offsetof(tcp_conn, newcomer));
     KVX_COUNT(tcp->counters, refused, !conn->proved);
-    leave_lines(conn);
-    count(conn, false);
+    tcp_admit_unlink(conn);
+    tcp_admit_count(conn, false);
     atomic_store(&conn->made_to_leave, true);
     kvx_tcp_kick(conn);
     return true;
 }
 
-static void let_go(tcp_conn *conn) {
+static void tcp_admit_release(tcp_conn *conn) {
     holder *one = kvx_table_get(&conn->tcp->holders, conn->holder);
     conn->holder = 0;
     if (one != NULL && --one->conns == 0) {
@@ -74,7 +74,7 @@ static void let_go(tcp_conn *conn) {
     }
 }
 
-static holder *holder_of(tcp_transport *tcp, uint64_t grant) {
+static holder *tcp_admit_holder_find(tcp_transport *tcp, uint64_t grant) {
     holder *one = kvx_table_get(&tcp->holders, grant);
     if (one == NULL && kvx_table_reserve(&tcp->holders, HOLDERS_ONE) && (one = calloc(1, sizeof *one)) != NULL) {
         one->grant = grant;
@@ -83,14 +83,14 @@ static holder *holder_of(tcp_transport *tcp, uint64_t grant) {
     return one;
 }
 
-static int take_place(tcp_conn *conn, uint64_t grant) {
+static int tcp_admit_reserve_slot(tcp_conn *conn, uint64_t grant) {
     tcp_transport *tcp = conn->tcp;
-    holder *one = holder_of(tcp, grant);
+    holder *one = tcp_admit_holder_find(tcp, grant);
     if (one == NULL) {
         return KVX_E_NOMEM;
     }
     const bool room =
-        conn->counts || tcp->proved < tcp->proved_max || send_away(tcp, kvx_newcomers_oldest(&tcp->unused));
+        conn->counts || tcp->proved < tcp->proved_max || tcp_admit_evict(tcp, kvx_newcomers_oldest(&tcp->unused));
     if (!room || one->conns >= tcp->proved_max / 2) {
         if (one->conns == 0) {
             kvx_table_remove(&tcp->holders, grant);
@@ -98,13 +98,13 @@ static int take_place(tcp_conn *conn, uint64_t grant) {
         }
         return KVX_E_REFUSED;
     }
-    leave_lines(conn);
+    tcp_admit_unlink(conn);
     conn->proved = true;
     conn->holder = grant;
     conn->unused_until_ms = 0;
     one->conns++;
     atomic_store(&conn->made_to_leave, false); /* it was faster than the one who needed its place */
-    count(conn, true);
+    tcp_admit_count(conn, true);
     return KVX_OK;
 }
 
@@ -113,14 +113,15 @@ static int take_place(tcp_conn *conn, uint64_t grant) {
 void kvx_tcp_admit(tcp_conn *conn, const struct sockaddr_storage *from) {
     tcp_transport *tcp = conn->tcp;
     pthread_mutex_lock(&tcp->line_lock);
-    send_away(tcp, kvx_newcomers_surplus(&tcp->line));
+    tcp_admit_evict(tcp, kvx_newcomers_surplus(&tcp->line));
     kvx_newcomers_add(&tcp->line, &conn->newcomer, from);
     pthread_mutex_unlock(&tcp->line_lock);
 }
 
 bool kvx_tcp_admit_room(tcp_transport *tcp) {
     pthread_mutex_lock(&tcp->line_lock);
-    bool one = send_away(tcp, kvx_newcomers_oldest(&tcp->line)) || send_away(tcp, kvx_newcomers_oldest(&tcp->unused));
+    bool one = tcp_admit_evict(tcp, kvx_newcomers_oldest(&tcp->line)) ||
+               tcp_admit_evict(tcp, kvx_newcomers_oldest(&tcp->unused));
     pthread_mutex_unlock(&tcp->line_lock);
     return one;
 }
@@ -140,7 +141,7 @@ int kvx_tcp_admit_proved(tcp_conn *conn, uint64_t grant) {
     }
     bool newcomer = !conn->proved;
     pthread_mutex_lock(&conn->tcp->line_lock);
-    int status = take_place(conn, grant);
+    int status = tcp_admit_reserve_slot(conn, grant);
     pthread_mutex_unlock(&conn->tcp->line_lock);
     if (status == KVX_OK && newcomer) {
         conn->deadline_ms = 0;
@@ -152,7 +153,7 @@ void kvx_tcp_admit_unused(tcp_conn *conn, uint64_t revoked) {
     tcp_transport *tcp = conn->tcp;
     pthread_mutex_lock(&tcp->line_lock);
     if (conn->holder != 0 && conn->holder == revoked) {
-        let_go(conn);
+        tcp_admit_release(conn);
     }
     bool unused = conn->proved && conn->holder == 0 && conn->attached_count == 0 && !conn->newcomer.waits &&
                   !atomic_load(&conn->made_to_leave);
@@ -168,10 +169,10 @@ void kvx_tcp_admit_unused(tcp_conn *conn, uint64_t revoked) {
 
 void kvx_tcp_admit_end(tcp_conn *conn) {
     pthread_mutex_lock(&conn->tcp->line_lock);
-    leave_lines(conn);
-    count(conn, false);
+    tcp_admit_unlink(conn);
+    tcp_admit_count(conn, false);
     if (conn->holder != 0) {
-        let_go(conn);
+        tcp_admit_release(conn);
     }
     pthread_mutex_unlock(&conn->tcp->line_lock);
 }

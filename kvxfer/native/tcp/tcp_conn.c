@@ -105,7 +105,7 @@ void kvx_tcp_conn_arm(tcp_conn *conn) {
     conn->events = events;
 }
 
-static void adopt(tcp_conn *conn) {
+static void tcp_conn_start(tcp_conn *conn) {
     tcp_thread *thread = conn->thread;
     const kvx_engine_config *config = conn->tcp->config;
     conn->next = thread->conns;
@@ -138,7 +138,7 @@ static void adopt(tcp_conn *conn) {
 
 void kvx_tcp_conn_adopt(tcp_conn *conn) {
     pthread_mutex_lock(&conn->rx_lock);
-    adopt(conn);
+    tcp_conn_start(conn);
     pthread_mutex_unlock(&conn->rx_lock);
 }
 
@@ -216,7 +216,7 @@ void kvx_tcp_conn_watch(tcp_conn *conn) {
 }
 
 /* Time to look for a sign of life. An idle connection is not looked at again: keepalive does that. */
-static void watch(tcp_conn *conn, uint64_t now_ms) {
+static void tcp_conn_arm_silence_check(tcp_conn *conn, uint64_t now_ms) {
     uint32_t silent_ms = 0;
     if (conn->watch_ms == 0 || now_ms < conn->watch_ms) {
         if (conn->watch_ms != 0) {
@@ -235,12 +235,12 @@ static void watch(tcp_conn *conn, uint64_t now_ms) {
     }
 }
 
-static void served(tcp_conn *conn, uint64_t now_ms) {
+static void tcp_conn_note_progress(tcp_conn *conn, uint64_t now_ms) {
     if (conn->unused_until_ms != 0 && now_ms >= conn->unused_until_ms) {
         kvx_tcp_conn_end(conn, KVX_OK, 0, false);
         return;
     }
-    watch(conn, now_ms);
+    tcp_conn_arm_silence_check(conn, now_ms);
     if (conn->state == TCP_OPEN && conn->unused_until_ms != 0) {
         kvx_tcp_conn_deadline(conn, conn->unused_until_ms);
     }
@@ -252,7 +252,7 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     }
     conn->deadline_ms = 0;
     if (conn->role == KVX_STREAM_ACCEPTOR && conn->state == TCP_OPEN && conn->proved) {
-        served(conn, now_ms);
+        tcp_conn_note_progress(conn, now_ms);
     } else if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
     } else if (conn->state == TCP_CONNECTING || conn->state == TCP_GREETING) {
@@ -260,7 +260,7 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     } else {
         kvx_tcp_xfer_scan(conn); /* resets it when a cancelled put is overdue, or sets the next deadline */
         if (conn->state == TCP_OPEN) {
-            watch(conn, now_ms);
+            tcp_conn_arm_silence_check(conn, now_ms);
         }
     }
 }
@@ -268,7 +268,7 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
 /* -- greeting --------------------------------------------------------------------------------------------------- */
 
 /* In clear, as all hellos are. With our answer, if there are keys by now, goes the record that shows them. */
-static bool say_hello(tcp_conn *conn) {
+static bool tcp_conn_send_hello(tcp_conn *conn) {
     uint8_t bytes[KVX_STREAM_SEALED_HELLO_BYTES];
     kvx_hello_encode_sealed(&conn->hello, bytes);
     uint32_t length = conn->hello.version == KVX_STREAM_VERSION_SEALED ? sizeof bytes : KVX_STREAM_HELLO_BYTES;
@@ -278,7 +278,7 @@ static bool say_hello(tcp_conn *conn) {
     return kvx_tcp_send_now(conn, bytes, length);
 }
 
-static void connected(tcp_conn *conn) {
+static void tcp_conn_on_connected(tcp_conn *conn) {
     int error = kvx_tcp_error(conn->fd);
     if (error == 0 && kvx_tcp_to_itself(conn->fd)) {
         error = ECONNREFUSED; /* nobody listens; the kernel lent us the very port that we dialled */
@@ -288,21 +288,21 @@ static void connected(tcp_conn *conn) {
         return;
     }
     conn->state = TCP_GREETING;
-    if (!say_hello(conn)) {
+    if (!tcp_conn_send_hello(conn)) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, errno, true);
     }
 }
 
-static void answer_hello(tcp_conn *conn, int status) {
+static void tcp_conn_send_hello_answer(tcp_conn *conn, int status) {
     conn->hello.status = status;
-    if (!say_hello(conn)) {
+    if (!tcp_conn_send_hello(conn)) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, errno, true);
     } else if (status != KVX_OK) {
         kvx_tcp_conn_linger(conn);
     }
 }
 
-static void opened(tcp_conn *conn) {
+static void tcp_conn_on_open(tcp_conn *conn) {
     conn->deadline_ms = 0;
     conn->state = TCP_OPEN;
     kvx_tcp_peer_open(conn);
@@ -317,30 +317,30 @@ void kvx_tcp_conn_sealed(tcp_conn *conn) {
     int error = errno;
     pthread_mutex_unlock(&conn->tx_lock);
     if (sent) {
-        opened(conn);
+        tcp_conn_on_open(conn);
     } else {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, error, true);
     }
 }
 
 /* The other hello is of the version that we do not speak here: one side encrypts and the other does not. */
-static void differ(tcp_conn *conn) {
+static void tcp_conn_on_version_mismatch(tcp_conn *conn) {
     if (conn->role == KVX_STREAM_DIALLER) {
         kvx_tcp_conn_end(conn, KVX_E_ENCRYPTION, 0, true);
         return;
     }
     conn->hello.version = KVX_STREAM_VERSION; /* so that the other side can read it */
-    answer_hello(conn, KVX_E_ENCRYPTION);
+    tcp_conn_send_hello_answer(conn, KVX_E_ENCRYPTION);
 }
 
-static void nonsense(tcp_conn *conn) {
+static void tcp_conn_on_protocol_error(tcp_conn *conn) {
     int error = conn->rx.error;
     uint8_t version = conn->rx.hello.version;
     KVX_COUNT(conn->tcp->counters, protocol_errors, 1);
     if (error == KVX_E_VERSION && (version == KVX_STREAM_VERSION || version == KVX_STREAM_VERSION_SEALED)) {
-        differ(conn);
+        tcp_conn_on_version_mismatch(conn);
     } else if (conn->role == KVX_STREAM_ACCEPTOR && error == KVX_E_VERSION) {
-        answer_hello(conn, KVX_E_VERSION);
+        tcp_conn_send_hello_answer(conn, KVX_E_VERSION);
     } else if (conn->state == TCP_GREETING) {
         kvx_tcp_conn_end(conn, error == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_NOT_KVXFER, 0, true);
     } else {
@@ -348,7 +348,7 @@ static void nonsense(tcp_conn *conn) {
     }
 }
 
-static void greeted(tcp_conn *conn) {
+static void tcp_conn_on_hello(tcp_conn *conn) {
     const kvx_hello *theirs = &conn->rx.hello;
     bool dialler = conn->role == KVX_STREAM_DIALLER;
     memcpy(conn->auth.nonces, dialler ? conn->hello.nonce : theirs->nonce, KVX_NONCE_BYTES);
@@ -359,7 +359,7 @@ static void greeted(tcp_conn *conn) {
         if (theirs->status != KVX_OK) {
             kvx_tcp_conn_end(conn, told ? theirs->status : KVX_E_REFUSED, 0, true);
         } else if (conn->seal == NULL) {
-            opened(conn);
+            tcp_conn_on_open(conn);
         } else if (!kvx_tcp_seal_agree(conn)) { /* then it waits for the record that shows the other side's keys */
             kvx_tcp_conn_end(conn, KVX_E_SECRET, 0, true);
         }
@@ -367,17 +367,17 @@ static void greeted(tcp_conn *conn) {
     }
     conn->stream = theirs->stream;
     if (!kvx_tcp_admit_greeted(conn)) {
-        answer_hello(conn, KVX_E_REFUSED);
+        tcp_conn_send_hello_answer(conn, KVX_E_REFUSED);
         return;
     }
     if (conn->seal != NULL && !kvx_tcp_seal_agree(conn)) {
-        nonsense(conn);
+        tcp_conn_on_protocol_error(conn);
         return;
     }
     conn->state = TCP_OPEN;
     conn->counted = conn->stream == 0; /* a peer counts once */
     KVX_COUNT(conn->tcp->counters, peers_accepted, conn->counted);
-    answer_hello(conn, KVX_OK);
+    tcp_conn_send_hello_answer(conn, KVX_OK);
 }
 
 /* -- receiving -------------------------------------------------------------------------------------------------- */
@@ -387,7 +387,7 @@ bool kvx_tcp_conn_may_write(tcp_conn *conn) {
 }
 
 /* The next `bytes` bytes of rx_spans were written. */
-static void delivered(tcp_conn *conn, uint64_t bytes) {
+static void tcp_conn_payload_advance(tcp_conn *conn, uint64_t bytes) {
     if (conn->role == KVX_STREAM_DIALLER) {
         kvx_tcp_xfer_written(conn, bytes);
     }
@@ -397,17 +397,17 @@ static void delivered(tcp_conn *conn, uint64_t bytes) {
     kvx_spans_advance(&conn->rx_spans, bytes);
 }
 
-static void payload_from_buffer(tcp_conn *conn) {
+static void tcp_conn_payload_from_buffer(tcp_conn *conn) {
     const uint8_t *bytes;
     uint32_t length = kvx_rx_buffered(&conn->rx, &bytes);
     if (length > 0 && kvx_tcp_conn_may_write(conn)) {
         kvx_spans_write(&conn->rx_spans, bytes, length);
-        delivered(conn, length);
+        tcp_conn_payload_advance(conn, length);
     }
     kvx_rx_payload_taken(&conn->rx, length, 0);
 }
 
-static void payload_end(tcp_conn *conn) {
+static void tcp_conn_payload_complete(tcp_conn *conn) {
     if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_serve_payload_end(conn);
     }
@@ -415,32 +415,32 @@ static void payload_end(tcp_conn *conn) {
 
 void kvx_tcp_conn_payload(tcp_conn *conn, uint64_t bytes) {
     if (kvx_tcp_conn_may_write(conn)) {
-        delivered(conn, bytes);
+        tcp_conn_payload_advance(conn, bytes);
     }
     kvx_rx_payload_taken(&conn->rx, 0, bytes);
     if (conn->rx.payload_left == 0) {
-        payload_end(conn);
+        tcp_conn_payload_complete(conn);
     }
 }
 
-static bool receiving(const tcp_conn *conn) {
+static bool tcp_conn_is_receiving(const tcp_conn *conn) {
     return (conn->state == TCP_GREETING || conn->state == TCP_OPEN) && !conn->rx_stopped && !conn->end_wanted;
 }
 
 void kvx_tcp_conn_parse(tcp_conn *conn) {
     bool dialler = conn->role == KVX_STREAM_DIALLER;
-    while (receiving(conn)) {
+    while (tcp_conn_is_receiving(conn)) {
         switch (kvx_rx_next(&conn->rx)) {
         case KVX_RX_HELLO:
-            greeted(conn);
+            tcp_conn_on_hello(conn);
             break;
         case KVX_RX_FRAME:
             dialler ? kvx_tcp_xfer_answer(conn) : kvx_tcp_serve_frame(conn);
             break;
         case KVX_RX_PAYLOAD:
-            payload_from_buffer(conn);
+            tcp_conn_payload_from_buffer(conn);
             if (conn->rx.payload_left == 0) {
-                payload_end(conn);
+                tcp_conn_payload_complete(conn);
             } else if (conn->seal == NULL || !kvx_tcp_seal_more(conn)) {
                 return;
             }
@@ -449,7 +449,7 @@ void kvx_tcp_conn_parse(tcp_conn *conn) {
             dialler ? kvx_tcp_xfer_trailer(conn) : kvx_tcp_serve_trailer(conn);
             break;
         case KVX_RX_ERROR:
-            nonsense(conn);
+            tcp_conn_on_protocol_error(conn);
             return;
         case KVX_RX_MORE:
             if (conn->seal == NULL || !kvx_tcp_seal_more(conn)) {
@@ -460,7 +460,7 @@ void kvx_tcp_conn_parse(tcp_conn *conn) {
     }
 }
 
-static ssize_t throw_away(int fd, uint64_t bytes) {
+static ssize_t tcp_conn_discard(int fd, uint64_t bytes) {
 #if defined(__SANITIZE_THREAD__) /* it would note bytes written to address 0, by every thread that does this */
     return syscall(SYS_recvfrom, fd, NULL, bytes, MSG_TRUNC | MSG_DONTWAIT, NULL, NULL);
 #else
@@ -469,7 +469,7 @@ static ssize_t throw_away(int fd, uint64_t bytes) {
 }
 
 /* One receive. Returns what recvmsg returned; *full_p: there may be more. */
-static ssize_t receive(tcp_conn *conn, bool *full_p) {
+static ssize_t tcp_conn_receive(tcp_conn *conn, bool *full_p) {
     struct iovec vectors[TCP_VECTORS_MAX];
     uint32_t count = 0, space = 0;
     uint64_t bytes = 0;
@@ -479,7 +479,7 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
     }
     if (conn->rx.payload_left > 0 && !kvx_tcp_conn_may_write(conn)) {
         bytes = conn->rx.payload_left < TCP_TURN_BYTES ? conn->rx.payload_left : TCP_TURN_BYTES;
-        result = throw_away(conn->fd, bytes);
+        result = tcp_conn_discard(conn->fd, bytes);
         if (result > 0) {
             kvx_rx_payload_taken(&conn->rx, 0, (uint64_t)result);
         }
@@ -507,7 +507,7 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
         if (result > 0) {
             uint64_t payload = (uint64_t)result < bytes ? (uint64_t)result : bytes;
             if (payload > 0) {
-                delivered(conn, payload);
+                tcp_conn_payload_advance(conn, payload);
                 KVX_COUNT(conn->tcp->counters, copied_bytes, payload);
                 kvx_rx_payload_taken(&conn->rx, 0, payload);
             }
@@ -516,7 +516,7 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
         *full_p = result > 0 && (uint64_t)result == bytes + space;
     }
     if (result > 0 && bytes > 0 && conn->rx.payload_left == 0) {
-        payload_end(conn);
+        tcp_conn_payload_complete(conn);
     }
     return result;
 }
@@ -524,8 +524,9 @@ static ssize_t receive(tcp_conn *conn, bool *full_p) {
 void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max) {
     uint64_t turn = 0;
     bool full = true;
-    while (full && turn < bytes_max && receiving(conn) && !(conn->on_owner && conn->rx.payload_left > bytes_max)) {
-        ssize_t result = receive(conn, &full);
+    while (full && turn < bytes_max && tcp_conn_is_receiving(conn) &&
+           !(conn->on_owner && conn->rx.payload_left > bytes_max)) {
+        ssize_t result = tcp_conn_receive(conn, &full);
         if (result < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -540,19 +541,19 @@ void kvx_tcp_conn_receive(tcp_conn *conn, uint64_t bytes_max) {
     }
 }
 
-static void discard_turn(tcp_conn *conn) {
-    ssize_t result = throw_away(conn->fd, TCP_TURN_BYTES);
+static void tcp_conn_progress_discard(tcp_conn *conn) {
+    ssize_t result = tcp_conn_discard(conn->fd, TCP_TURN_BYTES);
     if (result == 0 || (result < 0 && errno != EAGAIN && errno != EINTR)) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, 0, false);
     }
 }
 
-static void event(tcp_conn *conn, uint32_t events) {
+static void tcp_conn_on_event(tcp_conn *conn, uint32_t events) {
     if (kvx_tcp_conn_ended(conn)) {
         return;
     }
     if (conn->state == TCP_CONNECTING) {
-        connected(conn);
+        tcp_conn_on_connected(conn);
         kvx_tcp_conn_arm(conn);
         return;
     }
@@ -563,7 +564,7 @@ static void event(tcp_conn *conn, uint32_t events) {
         return;
     }
     if (conn->state == TCP_LINGER) {
-        discard_turn(conn);
+        tcp_conn_progress_discard(conn);
     } else if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
         kvx_tcp_conn_receive(conn, TCP_TURN_BYTES);
     }
@@ -577,6 +578,6 @@ static void event(tcp_conn *conn, uint32_t events) {
 
 void kvx_tcp_conn_event(tcp_conn *conn, uint32_t events) {
     pthread_mutex_lock(&conn->rx_lock);
-    event(conn, events);
+    tcp_conn_on_event(conn, events);
     pthread_mutex_unlock(&conn->rx_lock);
 }

@@ -20,7 +20,7 @@ uint64_t kvx_tcp_small_bytes(const tcp_transport *tcp) {
 }
 
 /* Lets go of the connection at place `at`. */
-static void give_back(tcp_transport *tcp, uint32_t at) {
+static void tcp_owner_release(tcp_transport *tcp, uint32_t at) {
     tcp_conn *conn = tcp->owned[at];
     tcp->owned[at] = tcp->owned[--tcp->owned_count];
     atomic_store(&conn->owned, false);
@@ -42,7 +42,7 @@ void kvx_tcp_disown(const tcp_peer *peer) {
     tcp_transport *tcp = peer->tcp;
     for (uint32_t i = tcp->owned_count; i > 0; i--) {
         if (tcp->owned[i - 1]->peer == peer) {
-            give_back(tcp, i - 1);
+            tcp_owner_release(tcp, i - 1);
         }
     }
 }
@@ -53,7 +53,7 @@ void kvx_tcp_own(tcp_conn *conn) {
         return;
     }
     if (tcp->owned_count == TCP_OWNED_MAX) { /* in turn: with many peers, the one used longest ago, or nearly so */
-        give_back(tcp, tcp->owned_next++ % TCP_OWNED_MAX);
+        tcp_owner_release(tcp, tcp->owned_next++ % TCP_OWNED_MAX);
     }
     if (pthread_mutex_trylock(&conn->rx_lock) != 0) {
         return;
@@ -73,7 +73,7 @@ void kvx_tcp_own(tcp_conn *conn) {
 }
 
 /* Receives what is there. False: the connection has to go back to its thread. */
-static bool turn(tcp_conn *conn) {
+static bool tcp_owner_progress_once(tcp_conn *conn) {
     if (pthread_mutex_trylock(&conn->rx_lock) != 0) {
         return true; /* its thread looks after it; the set is level-triggered, so we come back */
     }
@@ -92,10 +92,10 @@ void kvx_tcp_owner_turn(void *transport) {
     tcp_transport *tcp = transport;
     for (uint32_t i = tcp->owned_count; i > 0; i--) {
         tcp_conn *conn = tcp->owned[i - 1];
-        if (turn(conn)) {
+        if (tcp_owner_progress_once(conn)) {
             kvx_tcp_send_waiting(conn); /* the note after a get, or what found no place among the requests */
         } else {
-            give_back(tcp, i - 1);
+            tcp_owner_release(tcp, i - 1);
         }
     }
 }

@@ -84,7 +84,7 @@ void kvx_tcp_peer_open(tcp_conn *conn) {
     kvx_tcp_kick_peer(peer);
 }
 
-static void kick_all(tcp_peer *peer) {
+static void tcp_peer_wake_all(tcp_peer *peer) {
     for (uint32_t i = 0; i < peer->streams; i++) {
         kvx_tcp_kick(peer->conns[i]);
     }
@@ -95,7 +95,7 @@ void kvx_tcp_peer_fail(tcp_peer *peer, int status, int sys_errno) {
     if (peer->status == KVX_OK) {
         peer->status = status == KVX_OK ? KVX_E_PEER_LOST : status;
         peer->sys_errno = sys_errno;
-        kick_all(peer); /* the others end themselves */
+        tcp_peer_wake_all(peer); /* the others end themselves */
     }
     pthread_mutex_unlock(&peer->lock);
 }
@@ -175,7 +175,7 @@ void kvx_tcp_peer_todo(tcp_peer *peer) {
     kvx_tcp_peer_free(peer);
 }
 
-static void control_push(tcp_conn *conn, tcp_control *control) {
+static void tcp_peer_control_push(tcp_conn *conn, tcp_control *control) {
     control->next = NULL;
     if (conn->control_last != NULL) {
         conn->control_last->next = control;
@@ -186,7 +186,7 @@ static void control_push(tcp_conn *conn, tcp_control *control) {
     kvx_tcp_kick(conn);
 }
 
-static tcp_control *control_new(uint8_t type, kvx_import *import) {
+static tcp_control *tcp_peer_control_new(uint8_t type, kvx_import *import) {
     tcp_control *control = kvx_vault_take(sizeof *control);
     if (control == NULL) {
         return NULL;
@@ -209,7 +209,7 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
     tcp_import *state = calloc(1, sizeof *state);
     int status = state == NULL ? KVX_E_NOMEM : KVX_PENDING;
     for (uint32_t i = 0; i < streams && status == KVX_PENDING; i++) {
-        if ((controls[i] = control_new(KVX_FRAME_ATTACH, import)) == NULL) {
+        if ((controls[i] = tcp_peer_control_new(KVX_FRAME_ATTACH, import)) == NULL) {
             status = KVX_E_NOMEM;
         }
     }
@@ -226,7 +226,7 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
         peer->imports = state;
         import->transport_data = state;
         for (uint32_t i = 0; i < streams; i++) {
-            control_push(peer->conns[i], controls[i]);
+            tcp_peer_control_push(peer->conns[i], controls[i]);
         }
     }
     pthread_mutex_unlock(&peer->lock);
@@ -256,7 +256,7 @@ void kvx_tcp_import_settle(const tcp_conn *conn, kvx_import *import, int status,
     }
 }
 
-static int import_close(tcp_peer *peer, kvx_import *import) {
+static int tcp_peer_import_close(tcp_peer *peer, kvx_import *import) {
     tcp_import *state = import->transport_data;
     if (state == NULL) {
         return KVX_OK;
@@ -264,12 +264,13 @@ static int import_close(tcp_peer *peer, kvx_import *import) {
     tcp_control *controls[KVX_STREAM_STREAMS_MAX] = {NULL};
     const uint32_t streams = state->attached ? peer->streams : 0;
     for (uint32_t i = 0; i < streams; i++) {
-        controls[i] = control_new(KVX_FRAME_DETACH, import); /* without memory it is told by the connection's end */
+        controls[i] =
+            tcp_peer_control_new(KVX_FRAME_DETACH, import); /* without memory it is told by the connection's end */
     }
     pthread_mutex_lock(&peer->lock);
     for (uint32_t i = 0; i < streams && peer->status == KVX_OK; i++) {
         if (controls[i] != NULL) {
-            control_push(peer->conns[i], controls[i]);
+            tcp_peer_control_push(peer->conns[i], controls[i]);
             controls[i] = NULL;
         }
     }
@@ -294,12 +295,12 @@ int kvx_tcp_peer_close(void *transport, kvx_peer *kvx, kvx_import *import) {
     (void)transport;
     tcp_peer *peer = kvx->transport_data;
     if (import != NULL) {
-        return import_close(peer, import);
+        return tcp_peer_import_close(peer, import);
     }
     kvx_tcp_disown(peer); /* from here on the home thread may free it */
     pthread_mutex_lock(&peer->lock);
     peer->closing = true;
-    kick_all(peer);
+    tcp_peer_wake_all(peer);
     kvx_tcp_kick_peer(peer);
     pthread_mutex_unlock(&peer->lock);
     return KVX_OK;

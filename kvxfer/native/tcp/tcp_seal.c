@@ -83,7 +83,7 @@ tcp_flush kvx_tcp_seal_flush(tcp_conn *conn) {
     return TCP_FLUSH_IDLE;
 }
 
-static bool put_record(tcp_seal *seal, struct iovec *vectors, uint32_t length) {
+static bool tcp_seal_put_record(tcp_seal *seal, struct iovec *vectors, uint32_t length) {
     KVX_ASSERT(length + KVX_SEAL_EXTRA_BYTES <= OUT_ROOM - seal->out_end);
     bool good = kvx_seal_record(&seal->keys.out, vectors, length, seal->out + seal->out_end);
     seal->out_end += good ? length + KVX_SEAL_EXTRA_BYTES : 0;
@@ -96,11 +96,11 @@ bool kvx_tcp_seal_hello(tcp_conn *conn, const uint8_t *hello, uint32_t length) {
         memcpy(seal->out + seal->out_end, hello, length);
         seal->out_end += length;
     }
-    return put_record(seal, NULL, 0) && kvx_tcp_seal_flush(conn) == TCP_FLUSH_IDLE;
+    return tcp_seal_put_record(seal, NULL, 0) && kvx_tcp_seal_flush(conn) == TCP_FLUSH_IDLE;
 }
 
 /* How much the next record takes: a small frame whole, otherwise head, payload and trailer apart. */
-static uint32_t cut(const tcp_tx *tx, uint64_t bytes, uint64_t taken) {
+static uint32_t tcp_seal_next_record_length(const tcp_tx *tx, uint64_t bytes, uint64_t taken) {
     uint64_t head = tx->head_length - tx->head_sent, left = bytes - taken;
     if (bytes <= SMALL_BYTES) {
         return (uint32_t)left;
@@ -125,14 +125,14 @@ ssize_t kvx_tcp_seal_send(tcp_conn *conn, struct msghdr *message) {
         bytes += vectors[i].iov_len;
     }
     while (taken < bytes) {
-        uint32_t length = cut(&conn->tx, bytes, taken);
+        uint32_t length = tcp_seal_next_record_length(&conn->tx, bytes, taken);
         if (length + KVX_SEAL_EXTRA_BYTES > OUT_ROOM - seal->out_end) {
             break;
         }
         while (vectors->iov_len == 0) {
             vectors++;
         }
-        if (!put_record(seal, vectors, length)) {
+        if (!tcp_seal_put_record(seal, vectors, length)) {
             errno = EIO;
             return -1;
         }
@@ -143,7 +143,7 @@ ssize_t kvx_tcp_seal_send(tcp_conn *conn, struct msghdr *message) {
 
 void kvx_tcp_seal_last(tcp_conn *conn, void *bytes, uint32_t length) {
     struct iovec vector = {.iov_base = bytes, .iov_len = length};
-    if (kvx_tcp_seal_flush(conn) == TCP_FLUSH_IDLE && put_record(conn->seal, &vector, length)) {
+    if (kvx_tcp_seal_flush(conn) == TCP_FLUSH_IDLE && tcp_seal_put_record(conn->seal, &vector, length)) {
         (void)kvx_tcp_seal_flush(conn);
     }
 }
@@ -170,7 +170,7 @@ ssize_t kvx_tcp_seal_receive(tcp_conn *conn, bool *full_p) {
     return result;
 }
 
-static bool broken(tcp_conn *conn) {
+static bool tcp_seal_on_seal_error(tcp_conn *conn) {
     bool greeting = conn->state == TCP_GREETING;
     KVX_COUNT(conn->tcp->counters, protocol_errors, 1);
     kvx_tcp_conn_end(conn, greeting ? KVX_E_SECRET : KVX_E_PEER_LOST, EBADMSG, true);
@@ -178,7 +178,7 @@ static bool broken(tcp_conn *conn) {
 }
 
 /* Payload from end to end. */
-static bool open_payload(tcp_conn *conn, const uint8_t *record, uint32_t length) {
+static bool tcp_seal_open_payload(tcp_conn *conn, const uint8_t *record, uint32_t length) {
     struct iovec vectors[TCP_VECTORS_MAX];
     uint64_t bytes = 0;
     int error = conn->role == KVX_STREAM_ACCEPTOR ? kvx_tcp_error(conn->fd) : 0;
@@ -189,14 +189,14 @@ static bool open_payload(tcp_conn *conn, const uint8_t *record, uint32_t length)
     uint32_t count = kvx_spans_vectors(&conn->rx_spans, vectors, TCP_VECTORS_MAX, length, &bytes);
     KVX_ASSERT(bytes == length); /* a frame has no more segments than there are vectors */
     if (!kvx_seal_open(&conn->seal->keys.in, record, vectors, count)) {
-        return broken(conn);
+        return tcp_seal_on_seal_error(conn);
     }
     KVX_COUNT(conn->tcp->counters, copied_bytes, length);
     kvx_tcp_conn_payload(conn, length);
     return true;
 }
 
-static bool open_record(tcp_conn *conn, uint32_t length) {
+static bool tcp_seal_open_record(tcp_conn *conn, uint32_t length) {
     tcp_seal *seal = conn->seal;
     const uint8_t *buffered;
     uint8_t *record = seal->in + seal->in_begin;
@@ -204,11 +204,11 @@ static bool open_record(tcp_conn *conn, uint32_t length) {
     bool payload = length > 0 && length <= conn->rx.payload_left && kvx_rx_buffered(&conn->rx, &buffered) == 0;
     seal->in_begin += length + KVX_SEAL_EXTRA_BYTES;
     if (payload && kvx_tcp_conn_may_write(conn)) {
-        return open_payload(conn, record, length);
+        return tcp_seal_open_payload(conn, record, length);
     }
     const struct iovec place = {.iov_base = record + KVX_SEAL_HEADER_BYTES, .iov_len = length};
     if (!kvx_seal_open(&seal->keys.in, record, &place, 1)) {
-        return broken(conn);
+        return tcp_seal_on_seal_error(conn);
     }
     if (first) {
         kvx_tcp_conn_sealed(conn);
@@ -222,7 +222,7 @@ static bool open_record(tcp_conn *conn, uint32_t length) {
 }
 
 /* Some of what was opened in place, to where it belongs. */
-static void hand_on(tcp_conn *conn) {
+static void tcp_seal_deliver_opened(tcp_conn *conn) {
     tcp_seal *seal = conn->seal;
     uint8_t *text = seal->in + seal->text_begin;
     const uint8_t *buffered;
@@ -248,13 +248,13 @@ bool kvx_tcp_seal_more(tcp_conn *conn) {
         return false;
     }
     if (seal->text_begin < seal->text_end) {
-        hand_on(conn);
+        tcp_seal_deliver_opened(conn);
         return true;
     }
     uint32_t have = seal->in_end - seal->in_begin;
     uint32_t whole = kvx_seal_length(&seal->keys.in, seal->in + seal->in_begin, have);
     if (whole == UINT32_MAX) {
-        return broken(conn);
+        return tcp_seal_on_seal_error(conn);
     }
-    return whole > 0 && whole <= have && open_record(conn, whole - KVX_SEAL_EXTRA_BYTES);
+    return whole > 0 && whole <= have && tcp_seal_open_record(conn, whole - KVX_SEAL_EXTRA_BYTES);
 }

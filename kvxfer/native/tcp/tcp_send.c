@@ -74,8 +74,8 @@ bool kvx_tcp_tx_append(tcp_conn *conn, const kvx_frame *frame, const uint8_t *ke
 }
 
 /* Payload vectors; at most `max` (>= 2) of them, and `most` bytes. */
-static uint32_t payload_vectors(tcp_tx *tx, struct iovec *vectors, uint32_t max, uint64_t most, uint8_t *flipped,
-                                uint64_t *bytes_p) {
+static uint32_t tcp_send_payload_vectors(tcp_tx *tx, struct iovec *vectors, uint32_t max, uint64_t most,
+                                         uint8_t *flipped, uint64_t *bytes_p) {
     uint64_t left = tx->payload_length - tx->payload_sent;
     most = left < most ? left : most;
     uint32_t count = 0;
@@ -109,14 +109,14 @@ static uint32_t payload_vectors(tcp_tx *tx, struct iovec *vectors, uint32_t max,
     return count;
 }
 
-static uint64_t take(uint64_t *sent, uint64_t most) {
+static uint64_t tcp_send_consume(uint64_t *sent, uint64_t most) {
     uint64_t part = *sent < most ? *sent : most;
     *sent -= part;
     return part;
 }
 
 /* One sendmsg of the current frame. > 0: bytes; otherwise as sendmsg. */
-static ssize_t send_some(tcp_conn *conn) {
+static ssize_t tcp_send_some(tcp_conn *conn) {
     tcp_tx *tx = &conn->tx;
     struct iovec vectors[TCP_VECTORS_MAX];
     uint32_t count = 0;
@@ -134,7 +134,7 @@ static ssize_t send_some(tcp_conn *conn) {
         uint64_t left = tx->payload_length - tx->payload_sent;
         if (left > 0) {
             uint64_t most = conn->seal != NULL ? TCP_SEALED_BYTES : tx->check ? TCP_CHECKED_BYTES : TCP_SEND_BYTES;
-            count += payload_vectors(tx, vectors + count, TCP_VECTORS_MAX - 2, most, &flipped, &bytes);
+            count += tcp_send_payload_vectors(tx, vectors + count, TCP_VECTORS_MAX - 2, most, &flipped, &bytes);
         }
         if (bytes == left) {
             if (tx->trailer_sent == 0) {
@@ -152,20 +152,20 @@ static ssize_t send_some(tcp_conn *conn) {
         return result;
     }
     uint64_t sent = (uint64_t)result;
-    tx->head_sent += (uint32_t)take(&sent, tx->head_length - tx->head_sent);
+    tx->head_sent += (uint32_t)tcp_send_consume(&sent, tx->head_length - tx->head_sent);
     if (tx->bulk) {
-        uint64_t payload = take(&sent, tx->payload_length - tx->payload_sent);
+        uint64_t payload = tcp_send_consume(&sent, tx->payload_length - tx->payload_sent);
         tx->payload_sent += payload;
         if (!tx->zeros && payload > 0) {
             kvx_spans_advance(&tx->spans, payload);
         }
-        tx->trailer_sent += (uint32_t)take(&sent, KVX_STREAM_TRAILER_BYTES - tx->trailer_sent);
+        tx->trailer_sent += (uint32_t)tcp_send_consume(&sent, KVX_STREAM_TRAILER_BYTES - tx->trailer_sent);
         KVX_COUNT(conn->tcp->counters, copied_bytes, payload);
     }
     return result;
 }
 
-static bool finished(const tcp_tx *tx) {
+static bool tcp_send_is_finished(const tcp_tx *tx) {
     return tx->head_sent == tx->head_length &&
            (!tx->bulk || (tx->payload_sent == tx->payload_length && tx->trailer_sent == KVX_STREAM_TRAILER_BYTES));
 }
@@ -184,7 +184,7 @@ tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max) {
         if (bytes >= bytes_max) {
             return TCP_FLUSH_BLOCKED; /* the socket is still writable: epoll brings us back after the others */
         }
-        ssize_t result = send_some(conn);
+        ssize_t result = tcp_send_some(conn);
         if (result < 0 && errno == EAGAIN) {
             return TCP_FLUSH_BLOCKED;
         }
@@ -192,7 +192,7 @@ tcp_flush kvx_tcp_flush(tcp_conn *conn, uint64_t bytes_max) {
             return TCP_FLUSH_BROKEN;
         }
         bytes += result > 0 ? (uint64_t)result : 0;
-        if (finished(&conn->tx)) {
+        if (tcp_send_is_finished(&conn->tx)) {
             conn->tx.active = false;
             if (dialler) {
                 conn->sending = NULL;

@@ -11,13 +11,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-static kvx_core *core_of(const tcp_conn *conn) {
+static kvx_core *tcp_serve_core_of(const tcp_conn *conn) {
     return conn->tcp->core;
 }
 
 /* -- attachments ------------------------------------------------------------------------------------------------ */
 
-static tcp_attached *attached_find(tcp_conn *conn, uint64_t grant) {
+static tcp_attached *tcp_serve_attached_find(tcp_conn *conn, uint64_t grant) {
     for (uint32_t i = 0; i < conn->attached_count; i++) {
         if (conn->attached[i].grant == grant) {
             return &conn->attached[i];
@@ -26,13 +26,13 @@ static tcp_attached *attached_find(tcp_conn *conn, uint64_t grant) {
     return NULL;
 }
 
-static void attached_drop(tcp_conn *conn, tcp_attached *at) {
+static void tcp_serve_attached_drop(tcp_conn *conn, tcp_attached *at) {
     *at = conn->attached[--conn->attached_count];
 }
 
 /* `more`: an import, not just a use. Each stream knows what it is there for; a peer counts once, by its first. */
-static int attach(tcp_conn *conn, uint64_t grant, bool more) {
-    tcp_attached *at = attached_find(conn, grant);
+static int tcp_serve_attach(tcp_conn *conn, uint64_t grant, bool more) {
+    tcp_attached *at = tcp_serve_attached_find(conn, grant);
     if (at != NULL) {
         at->count += more && at->count < UINT32_MAX;
         return KVX_OK;
@@ -48,19 +48,19 @@ static int attach(tcp_conn *conn, uint64_t grant, bool more) {
     }
     conn->attached[conn->attached_count++] = (tcp_attached){.grant = grant, .count = more};
     if (conn->stream == 0) {
-        kvx_grant_attach(core_of(conn), grant);
+        kvx_grant_attach(tcp_serve_core_of(conn), grant);
     }
     return KVX_OK;
 }
 
-static void detach(tcp_conn *conn, uint64_t grant) {
-    tcp_attached *at = attached_find(conn, grant);
+static void tcp_serve_detach(tcp_conn *conn, uint64_t grant) {
+    tcp_attached *at = tcp_serve_attached_find(conn, grant);
     if (at != NULL && at->count > 1) {
         at->count--; /* another import of the same grant is left */
     } else if (at != NULL) {
-        attached_drop(conn, at);
+        tcp_serve_attached_drop(conn, at);
         if (conn->stream == 0) {
-            kvx_grant_detach(core_of(conn), grant, false);
+            kvx_grant_detach(tcp_serve_core_of(conn), grant, false);
         }
         kvx_tcp_admit_unused(conn, 0);
     }
@@ -68,7 +68,7 @@ static void detach(tcp_conn *conn, uint64_t grant) {
 
 /* -- answers ---------------------------------------------------------------------------------------------------- */
 
-static void queue(tcp_conn *conn, tcp_answer *answer) {
+static void tcp_serve_answer_push(tcp_conn *conn, tcp_answer *answer) {
     answer->next = NULL;
     if (conn->answer_last != NULL) {
         conn->answer_last->next = answer;
@@ -82,7 +82,7 @@ static void queue(tcp_conn *conn, tcp_answer *answer) {
 }
 
 /* key == NULL: nothing can be proved. */
-static void acknowledge(tcp_conn *conn, int status, uint32_t segment, const uint8_t *key) {
+static void tcp_serve_send_ack(tcp_conn *conn, int status, uint32_t segment, const uint8_t *key) {
     kvx_frame frame = {.type = KVX_FRAME_ACK,
                        .flags = key == NULL ? KVX_FRAME_F_BARE : 0,
                        .status = kvx_refusal_told(status),
@@ -104,12 +104,12 @@ static void acknowledge(tcp_conn *conn, int status, uint32_t segment, const uint
     if (key != NULL) {
         memcpy(answer->key, key, KVX_KEY_BYTES);
     }
-    queue(conn, answer);
+    tcp_serve_answer_push(conn, answer);
 }
 
-static void refuse(tcp_conn *conn, int status, uint32_t segment, const uint8_t *key) {
+static void tcp_serve_send_error(tcp_conn *conn, int status, uint32_t segment, const uint8_t *key) {
     KVX_COUNT(conn->tcp->counters, refused, 1);
-    acknowledge(conn, status, segment, key);
+    tcp_serve_send_ack(conn, status, segment, key);
     if (key != NULL || conn->state == TCP_DEAD) {
         return;
     }
@@ -164,7 +164,7 @@ void kvx_tcp_serve_sent(tcp_conn *conn) {
     conn->answering = NULL;
     if (answer != NULL) {
         if (answer->holds) {
-            kvx_access_end(core_of(conn), &answer->access);
+            kvx_access_end(tcp_serve_core_of(conn), &answer->access);
         }
         if (conn->tx.status == KVX_OK) {
             KVX_COUNT(conn->tcp->counters, served_get_bytes, answer->frame.length);
@@ -177,18 +177,19 @@ void kvx_tcp_serve_sent(tcp_conn *conn) {
 /* -- requests --------------------------------------------------------------------------------------------------- */
 
 /* Grant, key, rights, ranges. KVX_OK: *access_p is held. *key_p is set once the key is proved. */
-static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const uint8_t **key_p, uint32_t *segment_p) {
+static int tcp_serve_check_access(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const uint8_t **key_p,
+                                  uint32_t *segment_p) {
     const kvx_stream_rx *rx = &conn->rx;
     *key_p = NULL;
     *segment_p = KVX_SEGMENT_UNKNOWN;
     TCP_ORDER_ACQUIRE();
-    int status = kvx_access_begin_any(core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
+    int status = kvx_access_begin_any(tcp_serve_core_of(conn), rx->frame.grant, rx->frame.generation, access_p);
     if (status != KVX_OK) {
         return status;
     }
     if (!kvx_frame_open(&conn->auth, access_p->grant->key, rx->counter, KVX_STREAM_DIALLER, rx->head,
                         rx->head_length)) {
-        kvx_access_end(core_of(conn), access_p);
+        kvx_access_end(tcp_serve_core_of(conn), access_p);
         return KVX_E_KEY;
     }
     memcpy(conn->rx_key, access_p->grant->key, KVX_KEY_BYTES);
@@ -207,34 +208,34 @@ static int check(tcp_conn *conn, uint32_t rights, kvx_access *access_p, const ui
         status = status == KVX_OK ? kvx_access_allow(access_p, (uint32_t)rx->frame.tag) : status;
     }
     if (status == KVX_OK && rx->frame.type != KVX_FRAME_DETACH) {
-        status = attach(conn, rx->frame.grant, rx->frame.type == KVX_FRAME_ATTACH);
+        status = tcp_serve_attach(conn, rx->frame.grant, rx->frame.type == KVX_FRAME_ATTACH);
     }
     if (status != KVX_OK) {
-        kvx_access_end(core_of(conn), access_p);
+        kvx_access_end(tcp_serve_core_of(conn), access_p);
     }
     return status;
 }
 
-static void segments_copy(const tcp_conn *conn, kvx_segment *segments) {
+static void tcp_serve_save_segments(const tcp_conn *conn, kvx_segment *segments) {
     for (uint32_t i = 0; i < conn->rx.frame.segments; i++) {
         kvx_rx_segment(&conn->rx, i, &segments[i].local_offset, &segments[i].length);
     }
 }
 
-static void put_release(tcp_conn *conn, int status) {
+static void tcp_serve_put_release(tcp_conn *conn, int status) {
     if (!conn->rx_holds) {
         return;
     }
     conn->rx_holds = false;
     conn->rx_status = status;
-    kvx_access_end(core_of(conn), &conn->rx_access);
+    kvx_access_end(tcp_serve_core_of(conn), &conn->rx_access);
 }
 
-static void serve_put(tcp_conn *conn) {
+static void tcp_serve_put(tcp_conn *conn) {
     kvx_access access;
     const uint8_t *key;
     uint32_t segment;
-    int status = check(conn, KVX_WRITE, &access, &key, &segment);
+    int status = tcp_serve_check_access(conn, KVX_WRITE, &access, &key, &segment);
     conn->rx_status = status;
     conn->rx_segment = (int32_t)segment;
     conn->rx_proved = key != NULL;
@@ -242,31 +243,31 @@ static void serve_put(tcp_conn *conn) {
     if (status != KVX_OK) {
         return; /* the payload is thrown away, then the acknowledgement says why */
     }
-    segments_copy(conn, conn->rx_segments);
+    tcp_serve_save_segments(conn, conn->rx_segments);
     conn->rx_access = access;
     conn->rx_holds = true;
     conn->rx_spans = (kvx_spans){.base = access.base, .segments = conn->rx_segments, .left = conn->rx.frame.length};
     conn->rx_staged = kvx_tcp_stage_device(access.grant->region) >= 0;
     status = conn->rx_staged ? kvx_tcp_stage_expect(conn, access.grant->region) : KVX_OK;
     if (status != KVX_OK) {
-        put_release(conn, status);
+        tcp_serve_put_release(conn, status);
     }
 }
 
-static void serve_get(tcp_conn *conn) {
+static void tcp_serve_get(tcp_conn *conn) {
     kvx_access access;
     const uint8_t *key;
     uint32_t segment;
-    int status = check(conn, KVX_READ, &access, &key, &segment);
+    int status = tcp_serve_check_access(conn, KVX_READ, &access, &key, &segment);
     if (status != KVX_OK) {
-        refuse(conn, status, segment, key);
+        tcp_serve_send_error(conn, status, segment, key);
         return;
     }
     const kvx_frame *frame = &conn->rx.frame;
     tcp_answer *answer = kvx_vault_take(sizeof *answer + frame->segments * sizeof answer->segments[0]);
     if (answer == NULL) {
-        kvx_access_end(core_of(conn), &access);
-        acknowledge(conn, KVX_E_NOMEM, KVX_SEGMENT_UNKNOWN, key);
+        kvx_access_end(tcp_serve_core_of(conn), &access);
+        tcp_serve_send_ack(conn, KVX_E_NOMEM, KVX_SEGMENT_UNKNOWN, key);
         return;
     }
     answer->frame = (kvx_frame){.type = KVX_FRAME_DATA,
@@ -277,40 +278,40 @@ static void serve_get(tcp_conn *conn) {
     answer->holds = true;
     answer->access = access;
     memcpy(answer->key, key, KVX_KEY_BYTES);
-    segments_copy(conn, answer->segments);
-    queue(conn, answer);
+    tcp_serve_save_segments(conn, answer->segments);
+    tcp_serve_answer_push(conn, answer);
 }
 
 /* Tell the engine's user; with a full queue, remember and stop reading until there is room. */
-static void serve_notify(tcp_conn *conn) {
-    int status =
-        kvx_notify_post(core_of(conn), conn->tcp->slot, conn->notify.grant, conn->notify.tag, conn->notify.value);
+static void tcp_serve_notify(tcp_conn *conn) {
+    int status = kvx_notify_post(tcp_serve_core_of(conn), conn->tcp->slot, conn->notify.grant, conn->notify.tag,
+                                 conn->notify.value);
     conn->notify_blocked = status == KVX_AGAIN;
     conn->rx_stopped = conn->notify_blocked || conn->answers >= TCP_ANSWERS_MAX;
     if (!conn->notify_blocked) {
-        acknowledge(conn, status, KVX_SEGMENT_UNKNOWN, conn->rx_key);
+        tcp_serve_send_ack(conn, status, KVX_SEGMENT_UNKNOWN, conn->rx_key);
     }
 }
 
-static void serve_small(tcp_conn *conn) {
+static void tcp_serve_small(tcp_conn *conn) {
     kvx_access access;
     const uint8_t *key;
     uint32_t segment;
-    int status = check(conn, 0, &access, &key, &segment);
+    int status = tcp_serve_check_access(conn, 0, &access, &key, &segment);
     if (status == KVX_OK) {
-        kvx_access_end(core_of(conn), &access);
+        kvx_access_end(tcp_serve_core_of(conn), &access);
     }
     if (conn->rx.frame.type == KVX_FRAME_DETACH) {
         if (status == KVX_OK) {
-            detach(conn, conn->rx.frame.grant);
+            tcp_serve_detach(conn, conn->rx.frame.grant);
         }
     } else if (status != KVX_OK) {
-        refuse(conn, status, segment, key);
+        tcp_serve_send_error(conn, status, segment, key);
     } else if (conn->rx.frame.type == KVX_FRAME_NOTIFY) {
         conn->notify = conn->rx.frame;
-        serve_notify(conn);
+        tcp_serve_notify(conn);
     } else {
-        acknowledge(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
+        tcp_serve_send_ack(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
     }
 }
 
@@ -321,13 +322,13 @@ void kvx_tcp_serve_frame(tcp_conn *conn) {
         kvx_tcp_conn_end(conn, KVX_OK, 0, false);
         break;
     case KVX_FRAME_PUT:
-        serve_put(conn);
+        tcp_serve_put(conn);
         break;
     case KVX_FRAME_GET:
-        serve_get(conn);
+        tcp_serve_get(conn);
         break;
     default:
-        serve_small(conn);
+        tcp_serve_small(conn);
     }
 }
 
@@ -335,19 +336,19 @@ void kvx_tcp_serve_frame(tcp_conn *conn) {
 
 bool kvx_tcp_serve_may_write(tcp_conn *conn) {
     if (conn->rx_holds && atomic_load_explicit(&conn->rx_access.grant->revoked, memory_order_acquire)) {
-        put_release(conn, KVX_E_REVOKED);
+        tcp_serve_put_release(conn, KVX_E_REVOKED);
     }
     return conn->rx_holds;
 }
 
 void kvx_tcp_serve_payload_end(tcp_conn *conn) {
     if (!conn->rx_staged) {
-        put_release(conn, KVX_OK);
+        tcp_serve_put_release(conn, KVX_OK);
     }
 }
 
 /* The frame is whole, and what it says is right or not: on from the block. False: the connection has ended. */
-static bool put_staged(tcp_conn *conn, bool right) {
+static bool tcp_serve_finish_staged_put(tcp_conn *conn, bool right) {
     if (!conn->rx_staged || !kvx_tcp_serve_may_write(conn)) {
         return true;
     }
@@ -358,7 +359,7 @@ static bool put_staged(tcp_conn *conn, bool right) {
     }
     const kvx_grant *grant = conn->rx_access.grant;
     int status = right ? kvx_tcp_stage_in(conn, grant->region, &grant->revoked) : KVX_OK;
-    put_release(conn, status == KVX_E_CANCELLED ? KVX_E_REVOKED : status);
+    tcp_serve_put_release(conn, status == KVX_E_CANCELLED ? KVX_E_REVOKED : status);
     return true;
 }
 
@@ -369,26 +370,26 @@ void kvx_tcp_serve_trailer(tcp_conn *conn) {
     uint32_t crc = 0;
     if (key != NULL && !kvx_trailer_open(&conn->auth, key, conn->rx.counter, KVX_STREAM_DIALLER, conn->rx.head,
                                          &sender_status, &crc)) {
-        put_staged(conn, false);
-        refuse(conn, KVX_E_KEY, KVX_SEGMENT_UNKNOWN, NULL);
+        tcp_serve_finish_staged_put(conn, false);
+        tcp_serve_send_error(conn, KVX_E_KEY, KVX_SEGMENT_UNKNOWN, NULL);
         return;
     }
     bool right = sender_status == KVX_OK && crc == (frame->flags & KVX_FRAME_F_CHECK ? conn->rx_crc : 0);
-    if (!put_staged(conn, right)) {
+    if (!tcp_serve_finish_staged_put(conn, right)) {
         return;
     }
     int status = conn->rx_status == KVX_OK && !right ? KVX_E_INTEGRITY : conn->rx_status;
     if (status == KVX_E_INTEGRITY) {
-        acknowledge(conn, status, KVX_SEGMENT_UNKNOWN, key);
+        tcp_serve_send_ack(conn, status, KVX_SEGMENT_UNKNOWN, key);
     } else if (status != KVX_OK) {
-        refuse(conn, status, (uint32_t)conn->rx_segment, key);
+        tcp_serve_send_error(conn, status, (uint32_t)conn->rx_segment, key);
     } else {
         KVX_COUNT(conn->tcp->counters, served_put_bytes, frame->length);
         if (frame->flags & KVX_FRAME_F_NOTIFY) {
             conn->notify = *frame;
-            serve_notify(conn);
+            tcp_serve_notify(conn);
         } else {
-            acknowledge(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
+            tcp_serve_send_ack(conn, KVX_OK, KVX_SEGMENT_UNKNOWN, key);
         }
     }
 }
@@ -397,21 +398,21 @@ void kvx_tcp_serve_trailer(tcp_conn *conn) {
 
 void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant) {
     if (conn->rx_holds && conn->rx_access.grant == grant) {
-        put_release(conn, KVX_E_REVOKED);
+        tcp_serve_put_release(conn, KVX_E_REVOKED);
     }
     tcp_answer *answer = conn->answering;
     if (answer != NULL && answer->holds && answer->access.grant == grant) {
         conn->tx.zeros = true;
         conn->tx.status = KVX_E_REVOKED;
         answer->holds = false;
-        kvx_access_end(core_of(conn), &answer->access);
+        kvx_access_end(tcp_serve_core_of(conn), &answer->access);
     }
     for (answer = conn->answer_first; answer != NULL; answer = answer->next) {
         if (!answer->holds || answer->access.grant != grant) {
             continue;
         }
         answer->holds = false;
-        kvx_access_end(core_of(conn), &answer->access);
+        kvx_access_end(tcp_serve_core_of(conn), &answer->access);
         answer->frame.type = KVX_FRAME_ACK;
         answer->frame.flags = 0;
         answer->frame.length = 0;
@@ -419,9 +420,9 @@ void kvx_tcp_serve_revoke(tcp_conn *conn, kvx_grant *grant) {
         answer->frame.segment = KVX_SEGMENT_UNKNOWN;
         KVX_COUNT(conn->tcp->counters, refused, 1);
     }
-    tcp_attached *at = attached_find(conn, grant->id);
+    tcp_attached *at = tcp_serve_attached_find(conn, grant->id);
     if (at != NULL) {
-        attached_drop(conn, at); /* the core forgets the grant with its attachments */
+        tcp_serve_attached_drop(conn, at); /* the core forgets the grant with its attachments */
     }
     kvx_tcp_admit_unused(conn, grant->id);
 }
@@ -432,7 +433,7 @@ void kvx_tcp_serve_wake(tcp_conn *conn) {
         return;
     }
     if (conn->notify_blocked) {
-        serve_notify(conn);
+        tcp_serve_notify(conn);
     }
     if (conn->state != TCP_OPEN || conn->notify_blocked || conn->answers >= TCP_ANSWERS_MAX) {
         return;
@@ -443,7 +444,7 @@ void kvx_tcp_serve_wake(tcp_conn *conn) {
 
 void kvx_tcp_serve_end(tcp_conn *conn) {
     tcp_transport *tcp = conn->tcp;
-    put_release(conn, KVX_E_PEER_LOST);
+    tcp_serve_put_release(conn, KVX_E_PEER_LOST);
     if (conn->answering != NULL) {
         kvx_tcp_serve_sent(conn);
     }

@@ -17,7 +17,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-static bool parse_port(const char *text, uint16_t *port_p) {
+static bool tcp_socket_parse_port(const char *text, uint16_t *port_p) {
     char *end;
     if (*text < '0' || *text > '9') {
         return false;
@@ -30,7 +30,8 @@ static bool parse_port(const char *text, uint16_t *port_p) {
     return true;
 }
 
-static bool parse_host(const char *host, uint16_t port, struct sockaddr_storage *address_p, socklen_t *length_p) {
+static bool tcp_socket_parse_host(const char *host, uint16_t port, struct sockaddr_storage *address_p,
+                                  socklen_t *length_p) {
     struct sockaddr_in *v4 = (struct sockaddr_in *)address_p;
     struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)address_p;
     memset(address_p, 0, sizeof *address_p);
@@ -53,7 +54,7 @@ int kvx_tcp_address_parse(const char *text, struct sockaddr_storage *address_p, 
     char host[KVX_ENDPOINT_MAX];
     const char *colon = strrchr(text, ':');
     uint16_t port;
-    if (colon == NULL || !parse_port(colon + 1, &port) || port == 0) {
+    if (colon == NULL || !tcp_socket_parse_port(colon + 1, &port) || port == 0) {
         return KVX_E_INVALID;
     }
     size_t length = (size_t)(colon - text);
@@ -67,7 +68,7 @@ int kvx_tcp_address_parse(const char *text, struct sockaddr_storage *address_p, 
     }
     memcpy(host, text, length);
     host[length] = '\0';
-    return parse_host(host, port, address_p, length_p) ? KVX_OK : KVX_E_INVALID;
+    return tcp_socket_parse_host(host, port, address_p, length_p) ? KVX_OK : KVX_E_INVALID;
 }
 
 void kvx_tcp_address_format(const struct sockaddr_storage *address, char *text, size_t size) {
@@ -84,7 +85,7 @@ void kvx_tcp_address_format(const struct sockaddr_storage *address, char *text, 
 }
 
 /* The same address apart from the port, with v4-mapped v6 read as v4. */
-static bool same_host(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
+static bool tcp_socket_same_host(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
     if (a->ss_family != b->ss_family) {
         return false;
     }
@@ -95,7 +96,7 @@ static bool same_host(const struct sockaddr_storage *a, const struct sockaddr_st
     return ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
 }
 
-static bool is_loopback(const struct sockaddr_storage *address) {
+static bool tcp_socket_is_loopback(const struct sockaddr_storage *address) {
     if (address->ss_family == AF_INET6) {
         const struct in6_addr *v6 = &((const struct sockaddr_in6 *)address)->sin6_addr;
         return IN6_IS_ADDR_LOOPBACK(v6) || (IN6_IS_ADDR_V4MAPPED(v6) && v6->s6_addr[12] == 127);
@@ -105,8 +106,8 @@ static bool is_loopback(const struct sockaddr_storage *address) {
 
 /* Would a connection to this address stay on this host? A datagram socket tells which local address the kernel would
  * use; nothing is sent. */
-static bool leads_here(const struct sockaddr_storage *address, socklen_t length) {
-    if (is_loopback(address)) {
+static bool tcp_socket_routes_to_self(const struct sockaddr_storage *address, socklen_t length) {
+    if (tcp_socket_is_loopback(address)) {
         return true;
     }
     int fd = socket(address->ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -116,16 +117,16 @@ static bool leads_here(const struct sockaddr_storage *address, socklen_t length)
     struct sockaddr_storage local;
     socklen_t local_length = sizeof local;
     bool here = connect(fd, (const struct sockaddr *)address, length) == 0 &&
-                getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 && same_host(&local, address);
+                getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 && tcp_socket_same_host(&local, address);
     close(fd);
     return here;
 }
 
-static void set_option(int fd, int level, int option, int value) {
+static void tcp_socket_set_option(int fd, int level, int option, int value) {
     (void)setsockopt(fd, level, option, &value, sizeof value); /* each is an improvement, none is needed */
 }
 
-static void set_congestion(int fd, const char *name) {
+static void tcp_socket_set_congestion(int fd, const char *name) {
     if (*name) {
         (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, (socklen_t)strlen(name));
     }
@@ -133,22 +134,22 @@ static void set_congestion(int fd, const char *name) {
 
 /* Keepalive notices a dead host while nothing is under way, kvx_tcp_silence when something is. TCP_USER_TIMEOUT would
  * do both, but it also ends connections whose other side is alive and does not read for a while. */
-static void set_common(int fd) {
-    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 4);
-    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
-    set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+static void tcp_socket_set_common(int fd) {
+    tcp_socket_set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    tcp_socket_set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    tcp_socket_set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 4);
+    tcp_socket_set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+    tcp_socket_set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
 void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted) {
     struct sockaddr_storage local, remote;
     socklen_t local_length = sizeof local, remote_length = sizeof remote;
-    set_common(fd);
+    tcp_socket_set_common(fd);
     if (accepted && *tcp->congestion && getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
-        getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && !same_host(&local, &remote) &&
-        !is_loopback(&remote)) {
-        set_congestion(fd, tcp->congestion_default);
+        getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && !tcp_socket_same_host(&local, &remote) &&
+        !tcp_socket_is_loopback(&remote)) {
+        tcp_socket_set_congestion(fd, tcp->congestion_default);
     }
 }
 
@@ -157,10 +158,10 @@ int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, soc
     if (fd < 0) {
         return errno;
     }
-    if (*tcp->congestion && leads_here(address, length)) {
-        set_congestion(fd, tcp->congestion);
+    if (*tcp->congestion && tcp_socket_routes_to_self(address, length)) {
+        tcp_socket_set_congestion(fd, tcp->congestion);
     }
-    set_common(fd);
+    tcp_socket_set_common(fd);
     if (connect(fd, (const struct sockaddr *)address, length) != 0 && errno != EINPROGRESS) {
         int error = errno;
         close(fd);
@@ -215,7 +216,8 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
         host[last - 1] = '\0';
         text++;
     }
-    if (tcp->config->tcp_port > 65535 || !parse_host(text, (uint16_t)tcp->config->tcp_port, &address, &length)) {
+    if (tcp->config->tcp_port > 65535 ||
+        !tcp_socket_parse_host(text, (uint16_t)tcp->config->tcp_port, &address, &length)) {
         snprintf(why, why_size, "tcp cannot listen on \"%s\" port %u: not a numeric IPv4 or IPv6 address and port",
                  bind_text, tcp->config->tcp_port);
         return KVX_E_INVALID;
@@ -224,9 +226,9 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
     if (fd >= 0) {
         socklen_t size = sizeof tcp->congestion_default - 1;
         (void)getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, tcp->congestion_default, &size);
-        set_congestion(fd, tcp->congestion);
-        set_option(fd, SOL_SOCKET, SO_REUSEADDR,
-                   1); /* a restart may take over its port from connections in TIME_WAIT */
+        tcp_socket_set_congestion(fd, tcp->congestion);
+        tcp_socket_set_option(fd, SOL_SOCKET, SO_REUSEADDR,
+                              1); /* a restart may take over its port from connections in TIME_WAIT */
     }
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, TCP_BACKLOG) != 0) {
         int error = errno;

@@ -26,7 +26,7 @@
 #define SEGMENT_AVERAGE 4096u        /* smaller ones fill the pipe's places with little in each */
 #define LEND_VECTORS    256
 
-static void close_both(tcp_pipe *lane) {
+static void tcp_splice_pipe_close(tcp_pipe *lane) {
     close(lane->out);
     close(lane->in);
     lane->out = lane->in = -1;
@@ -35,19 +35,19 @@ static void close_both(tcp_pipe *lane) {
 
 void kvx_tcp_pipe_free(tcp_pipe *lane) {
     if (lane->made) {
-        close_both(lane);
+        tcp_splice_pipe_close(lane);
         lane->made = false;
     }
 }
 
 /* The rest of this connection's payloads are copied; what the pipe holds was not counted as sent. */
-static void give_up(tcp_conn *conn) {
+static void tcp_splice_disable(tcp_conn *conn) {
     kvx_tcp_pipe_free(&conn->lane);
     conn->lane.refused = true;
     conn->tx.lent = false;
 }
 
-static bool make(tcp_pipe *lane) {
+static bool tcp_splice_pipe_open(tcp_pipe *lane) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
         return false;
@@ -73,7 +73,7 @@ void kvx_tcp_lend_begin(tcp_conn *conn) {
     if (tx->payload_length / segments < SEGMENT_AVERAGE) {
         return;
     }
-    if (!conn->lane.made && !make(&conn->lane)) {
+    if (!conn->lane.made && !tcp_splice_pipe_open(&conn->lane)) {
         conn->lane.refused = true;
         return;
     }
@@ -82,7 +82,7 @@ void kvx_tcp_lend_begin(tcp_conn *conn) {
 }
 
 /* Fills the empty pipe. False: see errno. */
-static bool fill(tcp_conn *conn) {
+static bool tcp_splice_pipe_fill(tcp_conn *conn) {
     tcp_tx *tx = &conn->tx;
     struct iovec vectors[LEND_VECTORS];
     uint64_t bytes;
@@ -108,9 +108,9 @@ static bool fill(tcp_conn *conn) {
 ssize_t kvx_tcp_lend_some(tcp_conn *conn) {
     tcp_tx *tx = &conn->tx;
     tcp_pipe *lane = &conn->lane;
-    if (lane->held == 0 && !fill(conn)) {
+    if (lane->held == 0 && !tcp_splice_pipe_fill(conn)) {
         if (errno != EINTR) {
-            give_up(conn);
+            tcp_splice_disable(conn);
         }
         errno = EINTR; /* once more, by copying */
         return -1;
@@ -123,7 +123,7 @@ ssize_t kvx_tcp_lend_some(tcp_conn *conn) {
         kvx_spans_advance(&tx->spans, (uint64_t)result);
         KVX_COUNT(conn->tcp->counters, lent_bytes, (uint64_t)result);
     } else if (result == 0 || (errno != EAGAIN && errno != EINTR && errno != EPIPE && errno != ECONNRESET)) {
-        give_up(conn);
+        tcp_splice_disable(conn);
         errno = EINTR;
         return -1;
     }

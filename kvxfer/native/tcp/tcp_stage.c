@@ -28,7 +28,7 @@ int32_t kvx_tcp_stage_device(const kvx_region *region) {
     return region != NULL && (region->flags & KVX_REGION_DEVICE) ? region->device : -1;
 }
 
-static void stream_drop(tcp_stage *stage, const kvx_ascend_api *api) {
+static void tcp_stage_stream_drop(tcp_stage *stage, const kvx_ascend_api *api) {
     if (stage->stream != NULL) {
         api->stream_close(stage->stream_device, stage->stream, true, NULL); /* no way to act on an error */
         stage->stream = NULL;
@@ -40,7 +40,7 @@ void kvx_tcp_stage_free(tcp_stage *stage) {
         return;
     }
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
-    stream_drop(stage, api);
+    tcp_stage_stream_drop(stage, api);
     if (stage->block_device >= 0) {
         api->mem_free(stage->block_device, KVX_ASCEND_HOST, stage->block, NULL);
     } else {
@@ -50,7 +50,7 @@ void kvx_tcp_stage_free(tcp_stage *stage) {
 }
 
 /* Memory that the device's DMA reaches, or any. */
-static int block_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t device, uint64_t length) {
+static int tcp_stage_block_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t device, uint64_t length) {
     void *block = NULL;
     if (stage->block != NULL) {
         return KVX_OK;
@@ -66,15 +66,15 @@ static int block_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t devic
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
 
-static bool hung_up(int fd) {
+static bool tcp_stage_peer_closed(int fd) {
     struct pollfd look = {.fd = fd, .events = POLLRDHUP};
     return poll(&look, 1, 0) == 1; /* resets are told without asking */
 }
 
 /* All entries have been queued, or some: waits until nothing of them moves. When nobody wants them any more they are
  * stopped, also for a driver that stands still. KVX_PENDING: it does not say; they may move for ever. */
-static int batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_api *api, const _Atomic bool *unwanted,
-                     int status) {
+static int tcp_stage_batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_api *api,
+                               const _Atomic bool *unwanted, int status) {
     const struct timespec pause = {.tv_nsec = PAUSE_NS};
     uint64_t until_ms = kvx_now_ms() + COPY_MS_MAX;
     for (uint32_t round = 0; status == KVX_OK; round++) {
@@ -82,11 +82,11 @@ static int batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_ap
         if (state == KVX_OK) {
             return KVX_OK;
         }
-        status = state != KVX_PENDING                                                 ? state
-                 : atomic_load(unwanted)                                              ? KVX_E_CANCELLED
-                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && hung_up(conn->fd)        ? KVX_E_PEER_LOST
-                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && kvx_now_ms() >= until_ms ? KVX_E_TIMEOUT
-                                                                                      : KVX_OK;
+        status = state != KVX_PENDING                                                        ? state
+                 : atomic_load(unwanted)                                                     ? KVX_E_CANCELLED
+                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && tcp_stage_peer_closed(conn->fd) ? KVX_E_PEER_LOST
+                 : round % LOOK_ROUNDS == LOOK_ROUNDS - 1 && kvx_now_ms() >= until_ms        ? KVX_E_TIMEOUT
+                                                                                             : KVX_OK;
         if (status == KVX_OK && round < YIELDS) {
             sched_yield();
         } else if (status == KVX_OK) {
@@ -96,13 +96,13 @@ static int batch_end(const tcp_conn *conn, tcp_stage *stage, const kvx_ascend_ap
     if (api->stream_abort(stage->stream_device, stage->stream, NULL) != KVX_OK) {
         return KVX_PENDING;
     }
-    stream_drop(stage, api);
+    tcp_stage_stream_drop(stage, api);
     return status;
 }
 
-static int stream_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t device) {
+static int tcp_stage_stream_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t device) {
     if (stage->stream != NULL && stage->stream_device != device) {
-        stream_drop(stage, api);
+        tcp_stage_stream_drop(stage, api);
     }
     if (stage->stream != NULL) {
         return KVX_OK;
@@ -114,8 +114,8 @@ static int stream_make(tcp_stage *stage, const kvx_ascend_api *api, int32_t devi
 }
 
 /* Between the block and the next spans->left bytes of the spans. */
-static int copy(const tcp_conn *conn, tcp_stage *stage, int32_t device, const kvx_spans *spans, bool out,
-                const _Atomic bool *unwanted) {
+static int tcp_stage_copy(const tcp_conn *conn, tcp_stage *stage, int32_t device, const kvx_spans *spans, bool out,
+                          const _Atomic bool *unwanted) {
     kvx_ascend_copy copies[KVX_STREAM_SEGMENTS_MAX];
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
     uint64_t left = spans->left, offset = spans->offset;
@@ -128,16 +128,16 @@ static int copy(const tcp_conn *conn, tcp_stage *stage, int32_t device, const kv
         block += length;
         left -= length;
     }
-    int status = stream_make(stage, api, device);
+    int status = tcp_stage_stream_make(stage, api, device);
     if (status != KVX_OK) {
         return status;
     }
-    return batch_end(conn, stage, api, unwanted, api->copy_batch(device, stage->stream, copies, count, NULL));
+    return tcp_stage_batch_end(conn, stage, api, unwanted, api->copy_batch(device, stage->stream, copies, count, NULL));
 }
 
-static int copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *region, const kvx_spans *spans, bool out,
-                        const _Atomic bool *unwanted) {
-    int status = copy(conn, stage, region->device, spans, out, unwanted);
+static int tcp_stage_copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *region, const kvx_spans *spans,
+                                  bool out, const _Atomic bool *unwanted) {
+    int status = tcp_stage_copy(conn, stage, region->device, spans, out, unwanted);
     if (status == KVX_PENDING) {
         kvx_arena_abandon(conn->tcp->core, region->arena_id);
         stage->block = NULL; /* left as it is, with its stream */
@@ -154,7 +154,7 @@ static int copy_counted(tcp_conn *conn, tcp_stage *stage, const kvx_region *regi
 
 /* -- the two directions ------------------------------------------------------------------------------------------- */
 
-static kvx_spans block_spans(tcp_stage *stage, uint64_t length) {
+static kvx_spans tcp_stage_block_spans(tcp_stage *stage, uint64_t length) {
     stage->whole = (kvx_segment){.length = length};
     return (kvx_spans){.base = stage->block, .segments = &stage->whole, .left = length};
 }
@@ -164,10 +164,11 @@ int kvx_tcp_stage_out(tcp_conn *conn, const kvx_region *region, const _Atomic bo
     tcp_stage *stage = &conn->tx_stage;
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
     KVX_ASSERT(tx->payload_length <= conn->tcp->frame_bytes);
-    int status = api == NULL ? KVX_E_UNSUPPORTED : block_make(stage, api, region->device, conn->tcp->frame_bytes);
-    status = status == KVX_OK ? copy_counted(conn, stage, region, &tx->spans, true, unwanted) : status;
+    int status =
+        api == NULL ? KVX_E_UNSUPPORTED : tcp_stage_block_make(stage, api, region->device, conn->tcp->frame_bytes);
+    status = status == KVX_OK ? tcp_stage_copy_counted(conn, stage, region, &tx->spans, true, unwanted) : status;
     if (status == KVX_OK) {
-        tx->spans = tx->crc_spans = block_spans(stage, tx->payload_length);
+        tx->spans = tx->crc_spans = tcp_stage_block_spans(stage, tx->payload_length);
     } else { /* the head has promised a payload: the trailer says that it is none */
         tx->zeros = true;
         tx->status = status;
@@ -179,14 +180,15 @@ int kvx_tcp_stage_expect(tcp_conn *conn, const kvx_region *region) {
     tcp_stage *stage = &conn->rx_stage;
     const kvx_ascend_api *api = kvx_ascend_get(NULL, 0);
     KVX_ASSERT(conn->rx_spans.left <= conn->tcp->frame_bytes);
-    int status = api == NULL ? KVX_E_UNSUPPORTED : block_make(stage, api, region->device, conn->tcp->frame_bytes);
+    int status =
+        api == NULL ? KVX_E_UNSUPPORTED : tcp_stage_block_make(stage, api, region->device, conn->tcp->frame_bytes);
     if (status == KVX_OK) {
         stage->target = conn->rx_spans;
-        conn->rx_spans = block_spans(stage, stage->target.left);
+        conn->rx_spans = tcp_stage_block_spans(stage, stage->target.left);
     }
     return status;
 }
 
 int kvx_tcp_stage_in(tcp_conn *conn, const kvx_region *region, const _Atomic bool *unwanted) {
-    return copy_counted(conn, &conn->rx_stage, region, &conn->rx_stage.target, false, unwanted);
+    return tcp_stage_copy_counted(conn, &conn->rx_stage, region, &conn->rx_stage.target, false, unwanted);
 }

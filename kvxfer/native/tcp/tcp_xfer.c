@@ -18,11 +18,11 @@
 /* -- the queue; peer->lock is held ------------------------------------------------------------------------------ */
 
 /* Is our side of it memory that the driver has to copy? */
-static bool staged(const kvx_op *op) {
+static bool tcp_xfer_needs_staging(const kvx_op *op) {
     return kvx_tcp_stage_device(op->region) >= 0;
 }
 
-static void run_push(tcp_peer *peer, tcp_xfer *xfer) {
+static void tcp_xfer_run_push(tcp_peer *peer, tcp_xfer *xfer) {
     if (xfer->running) {
         return;
     }
@@ -39,7 +39,7 @@ static void run_push(tcp_peer *peer, tcp_xfer *xfer) {
     peer->run_waiting |= 1u << rank;
 }
 
-static void run_remove(tcp_peer *peer, tcp_xfer *xfer) {
+static void tcp_xfer_run_remove(tcp_peer *peer, tcp_xfer *xfer) {
     if (!xfer->running) {
         return;
     }
@@ -61,7 +61,7 @@ static void run_remove(tcp_peer *peer, tcp_xfer *xfer) {
 }
 
 /* Did a more urgent op come a moment ago? Then the next one shall not find the streams full. */
-static bool mixed(const tcp_peer *peer, uint32_t rank, uint64_t now_ms) {
+static bool tcp_xfer_saw_urgent(const tcp_peer *peer, uint32_t rank, uint64_t now_ms) {
     uint64_t latest = 0;
     for (uint32_t other = 0; other < rank; other++) {
         latest = peer->run[other].seen_ms > latest ? peer->run[other].seen_ms : latest;
@@ -69,9 +69,9 @@ static bool mixed(const tcp_peer *peer, uint32_t rank, uint64_t now_ms) {
     return latest != 0 && now_ms < latest + TCP_MIXED_MS;
 }
 
-static void finish(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
-    run_remove(peer, xfer);
-    peer->staged -= staged(xfer->op);
+static void tcp_xfer_unlink_done(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
+    tcp_xfer_run_remove(peer, xfer);
+    peer->staged -= tcp_xfer_needs_staging(xfer->op);
     if (xfer->previous != NULL) {
         xfer->previous->next = xfer->next;
     } else {
@@ -84,7 +84,7 @@ static void finish(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
     *done_p = xfer;
 }
 
-static void fail(tcp_xfer *xfer, int status, int sys_errno, int segment) {
+static void tcp_xfer_fail(tcp_xfer *xfer, int status, int sys_errno, int segment) {
     if (xfer->status != KVX_OK) {
         return;
     }
@@ -94,25 +94,25 @@ static void fail(tcp_xfer *xfer, int status, int sys_errno, int segment) {
 }
 
 /* Something about the op changed: what now? */
-static void step(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
+static void tcp_xfer_update(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
     bool unstarted = xfer->cursor.left > 0 || xfer->notify == TCP_NOTIFY_WANTED;
     if (unstarted && atomic_load(&xfer->op->cancelled)) {
-        fail(xfer, KVX_E_CANCELLED, 0, -1);
+        tcp_xfer_fail(xfer, KVX_E_CANCELLED, 0, -1);
     }
     if (xfer->status != KVX_OK) {
         xfer->cursor.left = 0;
         xfer->notify = TCP_NOTIFY_NONE;
-        run_remove(peer, xfer);
+        tcp_xfer_run_remove(peer, xfer);
     }
     if (xfer->cursor.left > 0 || (xfer->outstanding == 0 && xfer->notify == TCP_NOTIFY_WANTED)) {
-        run_push(peer, xfer);
+        tcp_xfer_run_push(peer, xfer);
     } else if (xfer->outstanding == 0) {
-        finish(peer, xfer, done_p);
+        tcp_xfer_unlink_done(peer, xfer, done_p);
     }
 }
 
 /* Without the lock. */
-static void complete(tcp_xfer *done) {
+static void tcp_xfer_complete(tcp_xfer *done) {
     while (done != NULL) {
         tcp_xfer *xfer = done;
         done = xfer->done_next;
@@ -123,25 +123,25 @@ static void complete(tcp_xfer *done) {
 
 /* -- submit ----------------------------------------------------------------------------------------------------- */
 
-static bool is_small(const tcp_peer *peer, const kvx_op *op) {
-    if (staged(op)) {
+static bool tcp_xfer_is_small(const tcp_peer *peer, const kvx_op *op) {
+    if (tcp_xfer_needs_staging(op)) {
         return false;
     }
     return op->kind == KVX_OP_GET ? op->bytes <= peer->tcp->frame_bytes && op->count <= 64
                                   : op->bytes <= kvx_tcp_small_bytes(peer->tcp);
 }
 
-static bool has_room(const tcp_conn *conn) {
+static bool tcp_xfer_stream_has_room(const tcp_conn *conn) {
     return conn->request_count < TCP_REQUESTS_MAX &&
            conn->request_bytes < (uint64_t)TCP_WINDOW_FRAMES * conn->frame_bytes;
 }
 
-static uint64_t load(const tcp_conn *conn) {
+static uint64_t tcp_xfer_stream_load(const tcp_conn *conn) {
     return conn->request_bytes + conn->promised;
 }
 
 /* With peer->lock held: is the stream's sending half idle, and ours from now on? */
-static bool sending_half_take(tcp_conn *conn) {
+static bool tcp_xfer_sending_half_take(tcp_conn *conn) {
     if (conn->state != TCP_OPEN || pthread_mutex_trylock(&conn->tx_lock) != 0) {
         return false;
     }
@@ -153,25 +153,26 @@ static bool sending_half_take(tcp_conn *conn) {
 }
 
 /* With peer->lock held: an idle stream whose sending half is ours now, or NULL. */
-static tcp_conn *stream_take(tcp_peer *peer) {
+static tcp_conn *tcp_xfer_stream_take(tcp_peer *peer) {
     tcp_conn *best = peer->conns[0];
     for (uint32_t i = 1; i < peer->streams; i++) {
         if (peer->conns[i]->request_bytes < best->request_bytes) {
             best = peer->conns[i];
         }
     }
-    return sending_half_take(best) ? best : NULL;
+    return tcp_xfer_sending_half_take(best) ? best : NULL;
 }
 
 /* With peer->lock held: wake as many streams as the op has frames, the idlest first. One whose window is full is left
  * alone: it goes on by itself when an answer comes. */
-static void wake_streams(tcp_peer *peer, const kvx_op *op) {
+static void tcp_xfer_wake_streams(tcp_peer *peer, const kvx_op *op) {
     uint64_t frames = op->bytes / peer->conns[0]->frame_bytes + op->count / KVX_STREAM_SEGMENTS_MAX + 1;
     for (uint64_t woken = 0; woken < frames; woken++) {
         tcp_conn *best = NULL;
         for (uint32_t i = 0; i < peer->streams; i++) {
             tcp_conn *conn = peer->conns[i];
-            if (has_room(conn) && conn->woken_for != peer->next_op && (best == NULL || load(conn) < load(best))) {
+            if (tcp_xfer_stream_has_room(conn) && conn->woken_for != peer->next_op &&
+                (best == NULL || tcp_xfer_stream_load(conn) < tcp_xfer_stream_load(best))) {
                 best = conn;
             }
         }
@@ -188,7 +189,7 @@ void kvx_tcp_send_waiting(tcp_conn *conn) {
     tcp_peer *peer = conn->peer;
     pthread_mutex_lock(&peer->lock);
     bool waiting = peer->run_waiting != 0 || conn->control_first != NULL;
-    bool ours = waiting && sending_half_take(conn);
+    bool ours = waiting && tcp_xfer_sending_half_take(conn);
     pthread_mutex_unlock(&peer->lock);
     if (ours) {
         waiting = kvx_tcp_flush(conn, TCP_SMALL_BYTES_MAX) != TCP_FLUSH_IDLE || conn->watch_ms == 0;
@@ -200,7 +201,7 @@ void kvx_tcp_send_waiting(tcp_conn *conn) {
 }
 
 /* The idle stream's sending half is ours; `answer_too`: and this thread wants to take the answer. */
-static void send_now(tcp_conn *conn, bool answer_too) {
+static void tcp_xfer_send_now(tcp_conn *conn, bool answer_too) {
     tcp_peer *peer = conn->peer;
     bool left = kvx_tcp_flush(conn, TCP_SMALL_BYTES_MAX) != TCP_FLUSH_IDLE;
     pthread_mutex_lock(&peer->lock);
@@ -224,26 +225,27 @@ static void send_now(tcp_conn *conn, bool answer_too) {
 }
 
 /* Nothing is under way, so nothing is to be read but the other side's end, which our thread may not have seen yet. */
-static bool hung_up(const tcp_conn *conn) {
+static bool tcp_xfer_peer_closed(const tcp_conn *conn) {
     char byte;
     return recv(conn->fd, &byte, sizeof byte, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
 }
 
 /* An idle stream for a small op, whose sending half is ours, or NULL. `*hung_up_p`: the other side has closed it. */
-static tcp_conn *stream_for(tcp_peer *peer, const kvx_op *op, bool *hung_up_p) {
+static tcp_conn *tcp_xfer_stream_for(tcp_peer *peer, const kvx_op *op, bool *hung_up_p) {
     pthread_mutex_lock(&peer->lock);
     bool first = (peer->run_waiting & ((2u << op->rank) - 1)) == 0; /* whoever waits lets it go ahead */
-    tcp_conn *conn = first && is_small(peer, op) ? stream_take(peer) : NULL;
+    tcp_conn *conn = first && tcp_xfer_is_small(peer, op) ? tcp_xfer_stream_take(peer) : NULL;
     bool idle = conn != NULL && conn->request_count == 0;
     pthread_mutex_unlock(&peer->lock);
-    *hung_up_p = idle && hung_up(conn);
+    *hung_up_p = idle && tcp_xfer_peer_closed(conn);
     return conn;
 }
 
 int kvx_tcp_submit(void *transport, kvx_op *op) {
     (void)transport;
     tcp_peer *peer = op->import->peer->transport_data;
-    bool owner = kvx_op_in_submit(op), small = !staged(op) && op->bytes <= kvx_tcp_small_bytes(peer->tcp);
+    bool owner = kvx_op_in_submit(op),
+         small = !tcp_xfer_needs_staging(op) && op->bytes <= kvx_tcp_small_bytes(peer->tcp);
     tcp_xfer *xfer = calloc(1, sizeof *xfer);
     if (xfer == NULL) {
         return KVX_E_NOMEM;
@@ -258,7 +260,7 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
         xfer->cursor = (kvx_spans){.base = op->region->base, .segments = op->segments, .left = op->bytes};
     }
     bool ended;
-    tcp_conn *conn = stream_for(peer, op, &ended);
+    tcp_conn *conn = tcp_xfer_stream_for(peer, op, &ended);
     pthread_mutex_lock(&peer->lock);
     if (ended || peer->status != KVX_OK || peer->closing) {
         pthread_mutex_unlock(&peer->lock);
@@ -269,20 +271,20 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
         return KVX_E_NOT_SENT;
     }
     xfer->id = ++peer->next_op;
-    peer->staged += staged(op);
+    peer->staged += tcp_xfer_needs_staging(op);
     xfer->next = peer->xfers;
     if (xfer->next != NULL) {
         xfer->next->previous = xfer;
     }
     peer->xfers = xfer;
     peer->run[op->rank].seen_ms = kvx_now_ms();
-    run_push(peer, xfer);
+    tcp_xfer_run_push(peer, xfer);
     if (conn == NULL) {
-        wake_streams(peer, op);
+        tcp_xfer_wake_streams(peer, op);
     }
     pthread_mutex_unlock(&peer->lock);
     if (conn != NULL) {
-        send_now(conn, owner && small);
+        tcp_xfer_send_now(conn, owner && small);
     } else if (owner) {
         kvx_tcp_disown(peer);
     }
@@ -292,17 +294,17 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
 /* -- cutting frames --------------------------------------------------------------------------------------------- */
 
 /* The next free place among the requests in flight; the caller has checked that there is one. */
-static tcp_request *request_new(tcp_conn *conn, uint8_t type, const uint8_t *key) {
+static tcp_request *tcp_xfer_request_new(tcp_conn *conn, uint8_t type, const uint8_t *key) {
     tcp_request *request = &conn->requests[(conn->request_first + conn->request_count++) % TCP_REQUESTS_MAX];
     *request = (tcp_request){.type = type};
     memcpy(request->key, key, KVX_KEY_BYTES);
     return request;
 }
 
-static void start_control(tcp_conn *conn, tcp_control *control) {
+static void tcp_xfer_start_control(tcp_conn *conn, tcp_control *control) {
     tcp_request *request = NULL;
     if (control->type == KVX_FRAME_ATTACH) {
-        request = request_new(conn, control->type, control->key);
+        request = tcp_xfer_request_new(conn, control->type, control->key);
         request->import = control->import;
         request->op = ++conn->peer->next_op;
     }
@@ -318,7 +320,7 @@ static void start_control(tcp_conn *conn, tcp_control *control) {
     kvx_vault_give(control);
 }
 
-static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t most, uint64_t *length_p) {
+static uint32_t tcp_xfer_encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t most, uint64_t *length_p) {
     const kvx_segment *at = xfer->cursor.segments;
     uint64_t offset = xfer->cursor.offset, left = xfer->cursor.left, length = 0;
     left = left < most ? left : most;
@@ -335,12 +337,12 @@ static uint32_t encode_segments(tcp_conn *conn, tcp_xfer *xfer, uint64_t most, u
 }
 
 /* Cut the next frame of the op. The frame is ready to be sealed afterwards. */
-static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer, uint64_t now_ms) {
+static tcp_request *tcp_xfer_start_frame(tcp_conn *conn, tcp_xfer *xfer, uint64_t now_ms) {
     kvx_op *op = xfer->op;
     const kvx_remote *remote = &op->import->remote;
     bool notify = xfer->cursor.left == 0;
     uint8_t type = notify ? KVX_FRAME_NOTIFY : op->kind == KVX_OP_PUT ? KVX_FRAME_PUT : KVX_FRAME_GET;
-    tcp_request *request = request_new(conn, type, remote->key);
+    tcp_request *request = tcp_xfer_request_new(conn, type, remote->key);
     kvx_frame frame = {.type = type,
                        .op = xfer->id,
                        .index = xfer->frames++,
@@ -352,10 +354,10 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer, uint64_t now_ms)
     xfer->outstanding++;
     if (!notify) {
         request->segment = (uint32_t)(xfer->cursor.segments - op->segments);
-        uint64_t most = conn->frame_bytes / (mixed(conn->peer, op->rank, now_ms) ? TCP_MIXED_PIECES : 1);
-        frame.segments = request->segments = encode_segments(conn, xfer, most, &frame.length);
+        uint64_t most = conn->frame_bytes / (tcp_xfer_saw_urgent(conn->peer, op->rank, now_ms) ? TCP_MIXED_PIECES : 1);
+        frame.segments = request->segments = tcp_xfer_encode_segments(conn, xfer, most, &frame.length);
         request->length = frame.length;
-        request->staged = staged(op) ? op->region : NULL;
+        request->staged = tcp_xfer_needs_staging(op) ? op->region : NULL;
         request->check = op->flags & KVX_OP_CHECK;
         request->corrupt = op->corrupt && frame.index == 0;
         request->spans = xfer->cursor;
@@ -381,12 +383,12 @@ static tcp_request *start_frame(tcp_conn *conn, tcp_xfer *xfer, uint64_t now_ms)
 }
 
 /* The ranks that wait and may have one more frame on this stream. */
-static uint32_t run_eligible(const tcp_conn *conn, uint64_t now_ms) {
+static uint32_t tcp_xfer_run_eligible(const tcp_conn *conn, uint64_t now_ms) {
     const tcp_peer *peer = conn->peer;
     uint32_t eligible = 0;
     for (uint32_t waiting = peer->run_waiting; waiting != 0; waiting &= waiting - 1) {
         uint32_t rank = (uint32_t)__builtin_ctz(waiting);
-        uint64_t frames = mixed(peer, rank, now_ms) ? TCP_MIXED_FRAMES : TCP_WINDOW_FRAMES;
+        uint64_t frames = tcp_xfer_saw_urgent(peer, rank, now_ms) ? TCP_MIXED_FRAMES : TCP_WINDOW_FRAMES;
         if (conn->request_bytes < frames * conn->frame_bytes) {
             eligible |= 1u << rank;
         }
@@ -395,16 +397,16 @@ static uint32_t run_eligible(const tcp_conn *conn, uint64_t now_ms) {
 }
 
 /* The op that has a frame to start and whose turn it is; those that were cancelled meanwhile leave. */
-static tcp_xfer *run_pop(tcp_conn *conn, uint64_t now_ms, tcp_xfer **done_p) {
+static tcp_xfer *tcp_xfer_run_pop(tcp_conn *conn, uint64_t now_ms, tcp_xfer **done_p) {
     tcp_peer *peer = conn->peer;
     uint32_t eligible;
-    while ((eligible = run_eligible(conn, now_ms)) != 0) {
+    while ((eligible = tcp_xfer_run_eligible(conn, now_ms)) != 0) {
         tcp_xfer *xfer = peer->run[kvx_turns_take(&peer->turns, eligible)].first;
-        run_remove(peer, xfer);
+        tcp_xfer_run_remove(peer, xfer);
         if (!atomic_load(&xfer->op->cancelled)) {
             return xfer;
         }
-        step(peer, xfer, done_p);
+        tcp_xfer_update(peer, xfer, done_p);
     }
     return NULL;
 }
@@ -422,19 +424,19 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
         if (conn->control_first == NULL) {
             conn->control_last = NULL;
         }
-        start_control(conn, control);
+        tcp_xfer_start_control(conn, control);
     } else if (room && peer->run_waiting != 0) {
         uint64_t now_ms = kvx_now_ms();
-        tcp_xfer *xfer = run_pop(conn, now_ms, &done);
+        tcp_xfer *xfer = tcp_xfer_run_pop(conn, now_ms, &done);
         if (xfer != NULL) {
-            request = start_frame(conn, xfer, now_ms);
+            request = tcp_xfer_start_frame(conn, xfer, now_ms);
             if (xfer->cursor.left > 0) {
-                run_push(peer, xfer);
+                tcp_xfer_run_push(peer, xfer);
             }
         }
     }
     pthread_mutex_unlock(&peer->lock);
-    complete(done);
+    tcp_xfer_complete(done);
     if (request != NULL) {
         /* the request stays in place: only our thread takes it out, and not before it was sent */
         bool bulk = request->type == KVX_FRAME_PUT;
@@ -447,7 +449,7 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
                          : KVX_OK;
         if (status != KVX_OK) {
             pthread_mutex_lock(&peer->lock);
-            fail(request->xfer, status, 0, (int)request->segment);
+            tcp_xfer_fail(request->xfer, status, 0, (int)request->segment);
             pthread_mutex_unlock(&peer->lock);
         }
     }
@@ -456,15 +458,15 @@ bool kvx_tcp_xfer_next(tcp_conn *conn) {
 
 /* -- answers ---------------------------------------------------------------------------------------------------- */
 
-static tcp_request *oldest(const tcp_conn *conn) {
+static tcp_request *tcp_xfer_request_oldest(const tcp_conn *conn) {
     return &conn->requests[conn->request_first];
 }
 
 /* The oldest request is answered. `segment`: within the frame. */
-static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) {
+static void tcp_xfer_request_complete(tcp_conn *conn, int status, uint32_t segment, int sys_errno) {
     tcp_peer *peer = conn->peer;
     tcp_xfer *done = NULL;
-    tcp_request *request = oldest(conn);
+    tcp_request *request = tcp_xfer_request_oldest(conn);
     kvx_import *import = request->import;
     pthread_mutex_lock(&peer->lock);
     tcp_xfer *xfer = request->xfer;
@@ -477,38 +479,39 @@ static void settle(tcp_conn *conn, int status, uint32_t segment, int sys_errno) 
             xfer->bytes += request->length;
             kvx_op_moved(xfer->op, request->length);
         } else {
-            fail(xfer, status, sys_errno, segment == KVX_SEGMENT_UNKNOWN ? -1 : (int)(request->segment + segment));
+            tcp_xfer_fail(xfer, status, sys_errno,
+                          segment == KVX_SEGMENT_UNKNOWN ? -1 : (int)(request->segment + segment));
         }
-        step(peer, xfer, &done);
+        tcp_xfer_update(peer, xfer, &done);
     }
     pthread_mutex_unlock(&peer->lock);
-    complete(done);
+    tcp_xfer_complete(done);
     if (import != NULL) {
         kvx_tcp_import_settle(conn, import, status, sys_errno);
     }
 }
 
 /* Nobody is interested in the answer to this get any more. */
-static void let_go(tcp_conn *conn, tcp_request *request, int status) {
+static void tcp_xfer_request_abandon(tcp_conn *conn, tcp_request *request, int status) {
     tcp_peer *peer = conn->peer;
     tcp_xfer *done = NULL;
     pthread_mutex_lock(&peer->lock);
     tcp_xfer *xfer = request->xfer;
     request->xfer = NULL;
     xfer->outstanding--;
-    fail(xfer, status, 0, -1);
-    step(peer, xfer, &done);
+    tcp_xfer_fail(xfer, status, 0, -1);
+    tcp_xfer_update(peer, xfer, &done);
     pthread_mutex_unlock(&peer->lock);
-    complete(done);
+    tcp_xfer_complete(done);
 }
 
-static void nonsense(tcp_conn *conn) {
+static void tcp_xfer_on_protocol_error(tcp_conn *conn) {
     KVX_COUNT(conn->tcp->counters, protocol_errors, 1);
     kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, EPROTO, true);
 }
 
 /* May this be said of that request? The parser has looked at what may be said at all. */
-static bool fits(const tcp_request *request, const kvx_frame *frame) {
+static bool tcp_xfer_answer_fits(const tcp_request *request, const kvx_frame *frame) {
     if (frame->type == KVX_FRAME_DATA) {
         return request->type == KVX_FRAME_GET && frame->length == request->length &&
                frame->flags == (request->check ? KVX_FRAME_F_CHECK : 0);
@@ -518,29 +521,29 @@ static bool fits(const tcp_request *request, const kvx_frame *frame) {
 }
 
 /* Does this answer belong to the oldest request, and has that been sent? */
-static bool expected(tcp_conn *conn, const kvx_frame *frame) {
+static bool tcp_xfer_answer_is_expected(tcp_conn *conn, const kvx_frame *frame) {
     pthread_mutex_lock(&conn->tx_lock);
     const tcp_request *sending = conn->sending;
     pthread_mutex_unlock(&conn->tx_lock);
     pthread_mutex_lock(&conn->peer->lock);
     uint32_t count = conn->request_count;
     pthread_mutex_unlock(&conn->peer->lock);
-    const tcp_request *request = oldest(conn);
+    const tcp_request *request = tcp_xfer_request_oldest(conn);
     return count != 0 && sending != request && frame->op == request->op && frame->index == request->index &&
-           fits(request, frame);
+           tcp_xfer_answer_fits(request, frame);
 }
 
 /* An answer that nobody has proved, and that came in the place of one that is. Whoever is in the path can say it, so
  * all that is taken from it is the end: of an import, of the connection, or, since an owner has no key for a grant that
  * it has let go of, of this op, without any detail. */
-static void unproved(tcp_conn *conn, const tcp_request *request, const kvx_frame *frame) {
+static void tcp_xfer_on_unauthenticated(tcp_conn *conn, const tcp_request *request, const kvx_frame *frame) {
     bool bare = frame->flags & KVX_FRAME_F_BARE;
     if (request->type == KVX_FRAME_ATTACH) {
-        settle(conn, bare ? frame->status : KVX_E_KEY, KVX_SEGMENT_UNKNOWN, 0);
+        tcp_xfer_request_complete(conn, bare ? frame->status : KVX_E_KEY, KVX_SEGMENT_UNKNOWN, 0);
     } else if (bare && frame->status != KVX_E_KEY) {
-        settle(conn, KVX_E_UNKNOWN, KVX_SEGMENT_UNKNOWN, 0);
+        tcp_xfer_request_complete(conn, KVX_E_UNKNOWN, KVX_SEGMENT_UNKNOWN, 0);
     } else { /* the import has shown that both have the key */
-        nonsense(conn);
+        tcp_xfer_on_protocol_error(conn);
     }
 }
 
@@ -550,36 +553,36 @@ void kvx_tcp_xfer_answer(tcp_conn *conn) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, 0, false);
         return;
     }
-    if (!expected(conn, frame)) {
-        nonsense(conn);
+    if (!tcp_xfer_answer_is_expected(conn, frame)) {
+        tcp_xfer_on_protocol_error(conn);
         return;
     }
-    tcp_request *request = oldest(conn);
+    tcp_request *request = tcp_xfer_request_oldest(conn);
     bool proved =
         !(frame->flags & KVX_FRAME_F_BARE) && kvx_frame_open(&conn->auth, request->key, conn->rx.counter,
                                                              KVX_STREAM_ACCEPTOR, conn->rx.head, conn->rx.head_length);
     if (!proved) {
-        unproved(conn, request, frame);
+        tcp_xfer_on_unauthenticated(conn, request, frame);
     } else if (frame->type == KVX_FRAME_DATA) {
         conn->rx_spans = request->spans;
         conn->rx_crc = 0;
         if (request->staged != NULL && request->xfer != NULL) {
             int status = kvx_tcp_stage_expect(conn, request->staged);
             if (status != KVX_OK) {
-                let_go(conn, request, status);
+                tcp_xfer_request_abandon(conn, request, status);
             }
         }
     } else {
-        settle(conn, frame->status, frame->segment, 0);
+        tcp_xfer_request_complete(conn, frame->status, frame->segment, 0);
     }
 }
 
 bool kvx_tcp_xfer_may_write(tcp_conn *conn) {
-    return oldest(conn)->xfer != NULL;
+    return tcp_xfer_request_oldest(conn)->xfer != NULL;
 }
 
 void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes) {
-    tcp_request *request = oldest(conn);
+    tcp_request *request = tcp_xfer_request_oldest(conn);
     if (!request->corrupt || bytes == 0) {
         return;
     }
@@ -588,13 +591,13 @@ void kvx_tcp_xfer_written(tcp_conn *conn, uint64_t bytes) {
 }
 
 void kvx_tcp_xfer_trailer(tcp_conn *conn) {
-    tcp_request *request = oldest(conn);
+    tcp_request *request = tcp_xfer_request_oldest(conn);
     int32_t status;
     uint32_t crc;
     if (!kvx_trailer_open(&conn->auth, request->key, conn->rx.counter, KVX_STREAM_ACCEPTOR, conn->rx.head, &status,
                           &crc) ||
         (status != KVX_OK && !kvx_refusal(status)) || (!request->check && crc != 0)) {
-        nonsense(conn);
+        tcp_xfer_on_protocol_error(conn);
         return;
     }
     if (status == KVX_OK && request->check && request->xfer != NULL && crc != conn->rx_crc) {
@@ -603,7 +606,7 @@ void kvx_tcp_xfer_trailer(tcp_conn *conn) {
     if (status == KVX_OK && request->staged != NULL && request->xfer != NULL) {
         status = kvx_tcp_stage_in(conn, request->staged, &request->xfer->op->cancelled);
     }
-    settle(conn, status, KVX_SEGMENT_UNKNOWN, 0);
+    tcp_xfer_request_complete(conn, status, KVX_SEGMENT_UNKNOWN, 0);
 }
 
 /* -- cancel and end --------------------------------------------------------------------------------------------- */
@@ -622,8 +625,8 @@ void kvx_tcp_xfer_scan(tcp_conn *conn) {
         if (request->type == KVX_FRAME_GET) {
             request->xfer = NULL;
             xfer->outstanding--;
-            fail(xfer, KVX_E_CANCELLED, 0, -1);
-            step(peer, xfer, &done);
+            tcp_xfer_fail(xfer, KVX_E_CANCELLED, 0, -1);
+            tcp_xfer_update(peer, xfer, &done);
             continue;
         }
         if (xfer->cancel_deadline_ms == 0) {
@@ -636,11 +639,11 @@ void kvx_tcp_xfer_scan(tcp_conn *conn) {
     for (tcp_xfer *xfer = peer->xfers, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
         if (atomic_load(&xfer->op->cancelled)) {
-            step(peer, xfer, &done);
+            tcp_xfer_update(peer, xfer, &done);
         }
     }
     pthread_mutex_unlock(&peer->lock);
-    complete(done);
+    tcp_xfer_complete(done);
     if (deadline_ms != 0 && deadline_ms <= now_ms) {
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, ETIMEDOUT, true);
     } else if (deadline_ms != 0) {
@@ -656,13 +659,14 @@ void kvx_tcp_xfer_drop_all(tcp_conn *conn, int status, int sys_errno) {
     for (;;) {
         pthread_mutex_lock(&peer->lock);
         uint32_t count = conn->request_count;
-        tcp_xfer *xfer = count > 0 ? oldest(conn)->xfer : NULL;
+        tcp_xfer *xfer = count > 0 ? tcp_xfer_request_oldest(conn)->xfer : NULL;
         bool cancelled = xfer != NULL && atomic_load(&xfer->op->cancelled);
         pthread_mutex_unlock(&peer->lock);
         if (count == 0) {
             break;
         }
-        settle(conn, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : status, KVX_SEGMENT_UNKNOWN, sys_errno);
+        tcp_xfer_request_complete(conn, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : status,
+                                  KVX_SEGMENT_UNKNOWN, sys_errno);
     }
     for (;;) {
         pthread_mutex_lock(&peer->lock);
@@ -691,9 +695,9 @@ void kvx_tcp_xfer_sweep(tcp_peer *peer, int status) {
         KVX_ASSERT(xfer->outstanding == 0);
         int told = status == KVX_E_PEER_LOST && xfer->frames == 0 && !peer->closing ? KVX_E_NOT_SENT : status;
         bool cancelled = atomic_load(&xfer->op->cancelled);
-        fail(xfer, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : told, peer->sys_errno, -1);
-        finish(peer, xfer, &done);
+        tcp_xfer_fail(xfer, cancelled && status == KVX_E_PEER_LOST ? KVX_E_CANCELLED : told, peer->sys_errno, -1);
+        tcp_xfer_unlink_done(peer, xfer, &done);
     }
     pthread_mutex_unlock(&peer->lock);
-    complete(done);
+    tcp_xfer_complete(done);
 }

@@ -24,7 +24,7 @@
 
 /* -- a thread's lists ------------------------------------------------------------------------------------------- */
 
-static void thread_signal(tcp_thread *thread, bool was_kicked) {
+static void tcp_thread_signal(tcp_thread *thread, bool was_kicked) {
     uint64_t one = 1;
     if (!was_kicked) {
         (void)!write(thread->kick_fd, &one, sizeof one);
@@ -39,7 +39,7 @@ void kvx_tcp_inbox(tcp_conn *conn) {
     bool was_kicked = thread->kicked;
     thread->kicked = true;
     pthread_mutex_unlock(&thread->lock);
-    thread_signal(thread, was_kicked);
+    tcp_thread_signal(thread, was_kicked);
 }
 
 void kvx_tcp_kick(tcp_conn *conn) {
@@ -54,7 +54,7 @@ void kvx_tcp_kick(tcp_conn *conn) {
         thread->kicked = true;
     }
     pthread_mutex_unlock(&thread->lock);
-    thread_signal(thread, was_kicked);
+    tcp_thread_signal(thread, was_kicked);
 }
 
 void kvx_tcp_unkick(tcp_conn *conn) {
@@ -82,7 +82,7 @@ void kvx_tcp_kick_peer(tcp_peer *peer) {
         thread->kicked = true;
     }
     pthread_mutex_unlock(&thread->lock);
-    thread_signal(thread, was_kicked);
+    tcp_thread_signal(thread, was_kicked);
 }
 
 void kvx_tcp_unkick_peer(tcp_peer *peer) {
@@ -99,7 +99,7 @@ void kvx_tcp_unkick_peer(tcp_peer *peer) {
     pthread_mutex_unlock(&thread->lock);
 }
 
-static kvx_grant *revoke_take(tcp_thread *thread) {
+static kvx_grant *tcp_revoke_take(tcp_thread *thread) {
     tcp_transport *tcp = thread->tcp;
     pthread_mutex_lock(&tcp->revoke_lock);
     kvx_grant *grant = thread->revoked;
@@ -111,8 +111,8 @@ static kvx_grant *revoke_take(tcp_thread *thread) {
 }
 
 /* Takes one element of each list; false when all were empty. */
-static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p, tcp_peer **todo_p,
-                      kvx_grant **revoke_p) {
+static bool tcp_work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p, tcp_peer **todo_p,
+                          kvx_grant **revoke_p) {
     pthread_mutex_lock(&thread->lock);
     if ((*adopt_p = thread->inbox) != NULL) {
         thread->inbox = (*adopt_p)->inbox_next;
@@ -125,7 +125,7 @@ static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p,
         thread->todo = (*todo_p)->todo_next;
         (*todo_p)->todo_queued = false;
     }
-    *revoke_p = revoke_take(thread);
+    *revoke_p = tcp_revoke_take(thread);
     bool any = *adopt_p || *kick_p || *todo_p || *revoke_p;
     if (!any) {
         thread->kicked = false;
@@ -134,7 +134,7 @@ static bool work_take(tcp_thread *thread, tcp_conn **adopt_p, tcp_conn **kick_p,
     return any;
 }
 
-static void revoke_here(tcp_thread *thread, kvx_grant *grant) {
+static void tcp_revoke_on_thread(tcp_thread *thread, kvx_grant *grant) {
     tcp_transport *tcp = thread->tcp;
     kvx_grant_link *link = kvx_grant_link_of(grant, tcp->slot);
     for (tcp_conn *conn = thread->conns; conn != NULL; conn = conn->next) {
@@ -155,7 +155,7 @@ static void revoke_here(tcp_thread *thread, kvx_grant *grant) {
     }
 }
 
-static void kicked(tcp_conn *conn) {
+static void tcp_conn_woken(tcp_conn *conn) {
     if (conn->role == KVX_STREAM_ACCEPTOR) {
         if (atomic_load(&conn->made_to_leave)) {
             kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
@@ -176,21 +176,21 @@ static void kicked(tcp_conn *conn) {
     }
 }
 
-static void work_off(tcp_thread *thread) {
+static void tcp_progress_lists(tcp_thread *thread) {
     tcp_conn *adopt, *kick;
     tcp_peer *todo;
     kvx_grant *revoke;
-    while (work_take(thread, &adopt, &kick, &todo, &revoke)) {
+    while (tcp_work_take(thread, &adopt, &kick, &todo, &revoke)) {
         if (adopt != NULL) {
             kvx_tcp_conn_adopt(adopt);
         }
         if (kick != NULL) {
             pthread_mutex_lock(&kick->rx_lock);
-            kicked(kick);
+            tcp_conn_woken(kick);
             pthread_mutex_unlock(&kick->rx_lock);
         }
         if (revoke != NULL) {
-            revoke_here(thread, revoke);
+            tcp_revoke_on_thread(thread, revoke);
         }
         if (todo != NULL) {
             kvx_tcp_peer_todo(todo);
@@ -200,19 +200,19 @@ static void work_off(tcp_thread *thread) {
 
 /* -- the listener, on thread 0 ---------------------------------------------------------------------------------- */
 
-static void listen_arm(tcp_transport *tcp, bool on) {
+static void tcp_listen_arm(tcp_transport *tcp, bool on) {
     struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &tcp->listen_fd};
     (void)epoll_ctl(tcp->thread[0].epoll_fd, EPOLL_CTL_MOD, tcp->listen_fd, &event);
 }
 
 /* Out of descriptors or memory: later, instead of spinning; sooner when somebody leaves for it. */
-static void accept_later(tcp_transport *tcp) {
+static void tcp_accept_later(tcp_transport *tcp) {
     bool room = kvx_tcp_admit_room(tcp);
-    listen_arm(tcp, false);
+    tcp_listen_arm(tcp, false);
     tcp->accept_retry_ms = kvx_now_ms() + (room ? TCP_RETRY_ACCEPT_MS / 10 : TCP_RETRY_ACCEPT_MS);
 }
 
-static void accept_turn(tcp_transport *tcp) {
+static void tcp_accept_some(tcp_transport *tcp) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
         struct sockaddr_storage from = {0};
         socklen_t length = sizeof from;
@@ -222,7 +222,7 @@ static void accept_turn(tcp_transport *tcp) {
         }
         if (fd < 0) {
             if (errno != EAGAIN) {
-                accept_later(tcp);
+                tcp_accept_later(tcp);
             }
             return;
         }
@@ -239,18 +239,18 @@ static void accept_turn(tcp_transport *tcp) {
     }
 }
 
-static void accept_again(tcp_transport *tcp, uint64_t now_ms) {
+static void tcp_accept_again(tcp_transport *tcp, uint64_t now_ms) {
     if (tcp->accept_retry_ms == 0 || now_ms < tcp->accept_retry_ms) {
         return;
     }
     tcp->accept_retry_ms = 0;
-    listen_arm(tcp, true);
+    tcp_listen_arm(tcp, true);
 }
 
 /* -- progress --------------------------------------------------------------------------------------------------- */
 
 /* The core woke us: something was cancelled, or there is room for notifications again. */
-static void look_at_all(tcp_thread *thread) {
+static void tcp_poll_all(tcp_thread *thread) {
     for (tcp_conn *conn = thread->conns, *next; conn != NULL; conn = next) {
         next = conn->next;
         if (conn->state != TCP_OPEN) {
@@ -269,7 +269,7 @@ static void look_at_all(tcp_thread *thread) {
     }
 }
 
-static void deadlines(tcp_thread *thread, uint64_t now_ms) {
+static void tcp_check_deadlines(tcp_thread *thread, uint64_t now_ms) {
     if (thread->deadline_ms == 0 || now_ms < thread->deadline_ms) {
         return;
     }
@@ -285,7 +285,7 @@ static void deadlines(tcp_thread *thread, uint64_t now_ms) {
     }
 }
 
-static void bury(tcp_thread *thread) {
+static void tcp_reap(tcp_thread *thread) {
     while (thread->graveyard != NULL) {
         tcp_conn *conn = thread->graveyard;
         thread->graveyard = conn->grave_next;
@@ -297,7 +297,7 @@ static void bury(tcp_thread *thread) {
     }
 }
 
-static int wait_ms(const tcp_thread *thread, int timeout_ms) {
+static int tcp_wait_ms(const tcp_thread *thread, int timeout_ms) {
     const tcp_transport *tcp = thread->tcp;
     uint64_t until = thread->deadline_ms;
     if (thread->index == 0 && tcp->accept_retry_ms != 0 && (until == 0 || tcp->accept_retry_ms < until)) {
@@ -312,7 +312,7 @@ static int wait_ms(const tcp_thread *thread, int timeout_ms) {
 }
 
 /* A request was served just now: the next one may be on its way. */
-static int spin(tcp_thread *thread, struct epoll_event *events) {
+static int tcp_busy_poll(tcp_thread *thread, struct epoll_event *events) {
     int count;
     while ((count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, 0)) == 0 &&
            kvx_tcp_now_us() < thread->spin_until_us) {
@@ -330,10 +330,10 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
     struct epoll_event events[EVENTS_MAX];
     int count = 0;
     if (thread->spin_until_us != 0) {
-        count = spin(thread, events);
+        count = tcp_busy_poll(thread, events);
     }
     if (count == 0) {
-        count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, wait_ms(thread, timeout_ms));
+        count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, tcp_wait_ms(thread, timeout_ms));
     }
     uint64_t value;
     bool woken = false, served = false;
@@ -344,7 +344,7 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
         } else if (what == &thread->kick_fd) {
             (void)!read(thread->kick_fd, &value, sizeof value);
         } else if (what == &tcp->listen_fd) {
-            accept_turn(tcp);
+            tcp_accept_some(tcp);
         } else {
             served |= ((tcp_conn *)what)->role == KVX_STREAM_ACCEPTOR;
             kvx_tcp_conn_event(what, events[i].events);
@@ -353,22 +353,22 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
     if (served && tcp->config->spin_us != 0) {
         thread->spin_until_us = kvx_tcp_now_us() + tcp->config->spin_us;
     }
-    work_off(thread);
+    tcp_progress_lists(thread);
     if (woken) {
-        look_at_all(thread);
+        tcp_poll_all(thread);
     }
     uint64_t now_ms = kvx_now_ms();
-    deadlines(thread, now_ms);
-    bury(thread);
+    tcp_check_deadlines(thread, now_ms);
+    tcp_reap(thread);
     if (index == 0) {
-        accept_again(tcp, now_ms);
+        tcp_accept_again(tcp, now_ms);
     }
     return count > 0 ? count : 0;
 }
 
 /* -- slots ------------------------------------------------------------------------------------------------------ */
 
-static void threads_free(tcp_transport *tcp) {
+static void tcp_threads_free(tcp_transport *tcp) {
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp_thread *thread = &tcp->thread[i];
         if (thread->epoll_fd >= 0) {
@@ -388,27 +388,27 @@ static void threads_free(tcp_transport *tcp) {
     kvx_vault_give(tcp);
 }
 
-static bool watch(int epoll_fd, int fd, void *what) {
+static bool tcp_watch(int epoll_fd, int fd, void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
     return epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-static bool thread_open(tcp_transport *tcp, uint32_t index) {
+static bool tcp_thread_open(tcp_transport *tcp, uint32_t index) {
     tcp_thread *thread = &tcp->thread[index];
     thread->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     thread->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     thread->wake_fd = kvx_core_wake_fd(tcp->core, tcp->slot, index);
     return thread->epoll_fd >= 0 && thread->kick_fd >= 0 && thread->wake_fd >= 0 &&
-           watch(thread->epoll_fd, thread->kick_fd, &thread->kick_fd) &&
-           watch(thread->epoll_fd, thread->wake_fd, &thread->wake_fd) &&
-           (index != 0 || watch(thread->epoll_fd, tcp->listen_fd, &tcp->listen_fd));
+           tcp_watch(thread->epoll_fd, thread->kick_fd, &thread->kick_fd) &&
+           tcp_watch(thread->epoll_fd, thread->wake_fd, &thread->wake_fd) &&
+           (index != 0 || tcp_watch(thread->epoll_fd, tcp->listen_fd, &tcp->listen_fd));
 }
 
-static uint32_t within(uint32_t value, uint32_t least, uint32_t most) {
+static uint32_t tcp_clamp(uint32_t value, uint32_t least, uint32_t most) {
     return value < least ? least : value > most ? most : value;
 }
 
-static int encryption_open(tcp_transport *tcp, char *why, size_t why_size) {
+static int tcp_encryption_open(tcp_transport *tcp, char *why, size_t why_size) {
     char reason[512];
     kvx_random(tcp->secret, sizeof tcp->secret);
     int status = kvx_encryption_probe(reason, sizeof reason);
@@ -432,8 +432,8 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
     tcp->frame_bytes = config->frame_bytes > KVX_STREAM_FRAME_MAX ? KVX_STREAM_FRAME_MAX
                        : config->frame_bytes < 4096               ? 4096
                                                                   : (uint32_t)config->frame_bytes;
-    tcp->streams = within(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
-    tcp->threads = within(config->tcp_threads, 1, TCP_THREADS_MAX);
+    tcp->streams = tcp_clamp(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
+    tcp->threads = tcp_clamp(config->tcp_threads, 1, TCP_THREADS_MAX);
     tcp->encrypted = config->flags & KVX_ENGINE_ENCRYPT;
     tcp->listen_fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
@@ -445,7 +445,7 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
         pthread_mutex_init(&tcp->thread[i].lock, NULL);
     }
     kvx_core_threads_set(core, slot, tcp->threads);
-    int status = tcp->encrypted ? encryption_open(tcp, why, why_size) : KVX_OK;
+    int status = tcp->encrypted ? tcp_encryption_open(tcp, why, why_size) : KVX_OK;
     status = status == KVX_OK ? kvx_tcp_listen(tcp, why, why_size) : status;
     tcp->owner_set = kvx_core_owner_set(core, slot, kvx_tcp_owner_turn, tcp);
     if (status == KVX_OK && tcp->owner_set < 0) {
@@ -453,20 +453,20 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
         snprintf(why, why_size, "tcp: no event descriptors: %s", strerror(errno));
     }
     for (uint32_t i = 0; status == KVX_OK && i < tcp->threads; i++) {
-        if (!thread_open(tcp, i)) {
+        if (!tcp_thread_open(tcp, i)) {
             status = errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
             snprintf(why, why_size, "tcp: no event descriptors: %s", strerror(errno));
         }
     }
     if (status != KVX_OK) {
-        threads_free(tcp);
+        tcp_threads_free(tcp);
         return status;
     }
     *transport_p = tcp;
     return KVX_OK;
 }
 
-static void thread_close(tcp_thread *thread) {
+static void tcp_thread_close(tcp_thread *thread) {
     while (thread->inbox != NULL) { /* never adopted: put it where ending expects it */
         tcp_conn *conn = thread->inbox;
         thread->inbox = conn->inbox_next;
@@ -487,13 +487,13 @@ static void thread_close(tcp_thread *thread) {
     }
     thread->revoked = NULL; /* the core ends what is left of grants by itself */
     thread->todo = NULL;
-    bury(thread);
+    tcp_reap(thread);
 }
 
 static void tcp_close(void *transport) {
     tcp_transport *tcp = transport;
     for (uint32_t i = 0; i < tcp->threads; i++) {
-        thread_close(&tcp->thread[i]);
+        tcp_thread_close(&tcp->thread[i]);
     }
     while (tcp->peers != NULL) {
         tcp_peer *peer = tcp->peers;
@@ -501,7 +501,7 @@ static void tcp_close(void *transport) {
         kvx_tcp_xfer_sweep(peer, KVX_E_CLOSED);
         kvx_tcp_peer_free(peer);
     }
-    threads_free(tcp);
+    tcp_threads_free(tcp);
 }
 
 static void tcp_query(void *transport, kvx_transport_info *info_p) {
@@ -525,7 +525,7 @@ static int tcp_mem_register(void *transport, kvx_region *region) {
     return KVX_OK;
 }
 
-static void revoke_queue(tcp_transport *tcp, kvx_grant *grant) {
+static void tcp_revoke_queue(tcp_transport *tcp, kvx_grant *grant) {
     pthread_mutex_lock(&tcp->revoke_lock);
     *kvx_grant_link_of(grant, tcp->slot) = (kvx_grant_link){.threads_left = tcp->threads};
     if (tcp->revoke_last != NULL) {
@@ -548,14 +548,14 @@ static int tcp_mem_release(void *transport, kvx_region *region, kvx_grant *grant
         return KVX_OK;
     }
     KVX_ASSERT(tcp->threads > 0);
-    revoke_queue(tcp, grant);
+    tcp_revoke_queue(tcp, grant);
     for (uint32_t i = 0; i < tcp->threads; i++) {
         tcp_thread *thread = &tcp->thread[i];
         pthread_mutex_lock(&thread->lock);
         bool was_kicked = thread->kicked;
         thread->kicked = true;
         pthread_mutex_unlock(&thread->lock);
-        thread_signal(thread, was_kicked);
+        tcp_thread_signal(thread, was_kicked);
     }
     return KVX_PENDING;
 }

@@ -10,7 +10,7 @@
 
 /* -- the spec --------------------------------------------------------------------------------------------------- */
 
-static bool whole_number(const char *text, const char **end_p, uint64_t *value_p) {
+static bool fault_plan_parse_number(const char *text, const char **end_p, uint64_t *value_p) {
     uint64_t value = 0;
     const char *at = text;
     for (; *at >= '0' && *at <= '9'; at++) {
@@ -24,10 +24,10 @@ static bool whole_number(const char *text, const char **end_p, uint64_t *value_p
 }
 
 /* "1", "0.25": without the C library, whose decimal point depends on the locale. */
-static bool rate(const char *text, uint64_t *rate_p) {
+static bool fault_plan_parse_rate(const char *text, uint64_t *rate_p) {
     const char *at;
     uint64_t value;
-    if (!whole_number(text, &at, &value) || value > 1) {
+    if (!fault_plan_parse_number(text, &at, &value) || value > 1) {
         return false;
     }
     value *= RATE_ONE;
@@ -41,23 +41,23 @@ static bool rate(const char *text, uint64_t *rate_p) {
     return *at == '\0' && value <= RATE_ONE;
 }
 
-static bool delay(kvx_fault_plan *plan, const char *text) {
+static bool fault_plan_parse_delay(kvx_fault_plan *plan, const char *text) {
     const char *at;
-    if (!whole_number(text, &at, &plan->delay_min_ms)) {
+    if (!fault_plan_parse_number(text, &at, &plan->delay_min_ms)) {
         return false;
     }
     plan->delay_max_ms = plan->delay_min_ms;
-    if (strncmp(at, "..", 2) == 0 && !whole_number(at + 2, &at, &plan->delay_max_ms)) {
+    if (strncmp(at, "..", 2) == 0 && !fault_plan_parse_number(at + 2, &at, &plan->delay_max_ms)) {
         return false;
     }
     return *at == '\0' && plan->delay_min_ms <= plan->delay_max_ms && plan->delay_max_ms <= KVX_FAULT_DELAY_MS_MAX;
 }
 
 /* "5", "5+77" */
-static bool numbers_take(const char *text, uint64_t numbers[KVX_FAULT_OPS_MAX]) {
+static bool fault_plan_parse_numbers(const char *text, uint64_t numbers[KVX_FAULT_OPS_MAX]) {
     for (int i = 0; i < KVX_FAULT_OPS_MAX; i++) {
         const char *end;
-        if (!whole_number(text, &end, &numbers[i])) {
+        if (!fault_plan_parse_number(text, &end, &numbers[i])) {
             return false;
         }
         if (*end != '+') {
@@ -68,7 +68,7 @@ static bool numbers_take(const char *text, uint64_t numbers[KVX_FAULT_OPS_MAX]) 
     return false;
 }
 
-static bool is_fail_op(const kvx_fault_plan *plan) {
+static bool fault_plan_is_fail_op(const kvx_fault_plan *plan) {
     for (int i = 0; i < KVX_FAULT_OPS_MAX; i++) {
         if (plan->fail_ops[i] == plan->taken) {
             return true;
@@ -77,17 +77,17 @@ static bool is_fail_op(const kvx_fault_plan *plan) {
     return false;
 }
 
-static bool setting(kvx_fault_plan *plan, const char *name, const char *value) {
+static bool fault_plan_parse_setting(kvx_fault_plan *plan, const char *name, const char *value) {
     const char *end;
     if (strcmp(name, "seed") == 0) {
-        return whole_number(value, &end, &plan->state) && *end == '\0';
+        return fault_plan_parse_number(value, &end, &plan->state) && *end == '\0';
     }
     if (strcmp(name, "delay_ms") == 0) {
-        return delay(plan, value);
+        return fault_plan_parse_delay(plan, value);
     }
     if (strcmp(name, "fail_after") == 0) {
         plan->limited = true;
-        return whole_number(value, &end, &plan->fail_after) && *end == '\0';
+        return fault_plan_parse_number(value, &end, &plan->fail_after) && *end == '\0';
     }
     const struct {
         const char *name;
@@ -103,11 +103,11 @@ static bool setting(kvx_fault_plan *plan, const char *name, const char *value) {
                    {"region_max", &plan->region_max},
                    {"align", &plan->align}};
     if (strcmp(name, "fail_op") == 0) {
-        return numbers_take(value, plan->fail_ops);
+        return fault_plan_parse_numbers(value, plan->fail_ops);
     }
     for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
         if (strcmp(name, numbers[i].name) == 0) {
-            return whole_number(value, &end, numbers[i].number) && *end == '\0';
+            return fault_plan_parse_number(value, &end, numbers[i].number) && *end == '\0';
         }
     }
     const struct {
@@ -119,7 +119,7 @@ static bool setting(kvx_fault_plan *plan, const char *name, const char *value) {
                  {"short_rate", &plan->short_rate}};
     for (size_t i = 0; i < sizeof(rates) / sizeof(rates[0]); i++) {
         if (strcmp(name, rates[i].name) == 0) {
-            return rate(value, rates[i].rate);
+            return fault_plan_parse_rate(value, rates[i].rate);
         }
     }
     return false;
@@ -140,7 +140,7 @@ int kvx_fault_plan_take(kvx_fault_plan *plan, const char *spec, char *why, size_
         if (equals != NULL) {
             *equals = '\0';
         }
-        if (equals == NULL || !setting(plan, item, equals + 1)) {
+        if (equals == NULL || !fault_plan_parse_setting(plan, item, equals + 1)) {
             snprintf(why, why_size,
                      "fault_spec: cannot understand '%.*s' (known: seed=N delay_ms=A..B fail_after=N fail_rate=P "
                      "hang_rate=P flip_rate=P short_rate=P fail_op=K hang_op=K refuse_op=K stuck_ms=N stuck_ops=N "
@@ -156,7 +156,7 @@ int kvx_fault_plan_take(kvx_fault_plan *plan, const char *spec, char *why, size_
 
 /* -- dice ------------------------------------------------------------------------------------------------------- */
 
-static uint64_t dice(kvx_fault_plan *plan) { /* splitmix64 */
+static uint64_t fault_plan_random(kvx_fault_plan *plan) { /* splitmix64 */
     uint64_t z = (plan->state += UINT64_C(0x9e3779b97f4a7c15));
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
@@ -167,15 +167,15 @@ static uint64_t dice(kvx_fault_plan *plan) { /* splitmix64 */
 kvx_fate kvx_fault_fate(kvx_fault_plan *plan, uint64_t *delay_ms_p, uint64_t *share_p) {
     uint64_t thrown[4];
     for (int i = 0; i < 4; i++) {
-        thrown[i] = dice(plan) % RATE_ONE;
+        thrown[i] = fault_plan_random(plan) % RATE_ONE;
     }
-    *delay_ms_p = plan->delay_min_ms + dice(plan) % (plan->delay_max_ms - plan->delay_min_ms + 1);
-    *share_p = dice(plan);
+    *delay_ms_p = plan->delay_min_ms + fault_plan_random(plan) % (plan->delay_max_ms - plan->delay_min_ms + 1);
+    *share_p = fault_plan_random(plan);
     plan->taken++;
     if (plan->taken == plan->refuse_op) {
         return KVX_FATE_REFUSE;
     }
-    if (is_fail_op(plan)) {
+    if (fault_plan_is_fail_op(plan)) {
         return KVX_FATE_FAIL;
     }
     if (plan->taken == plan->hang_op) {

@@ -46,7 +46,7 @@ typedef struct fault_transport {
 
 /* -- waiting operations; with the lock held ----------------------------------------------------------------------- */
 
-static void wait_insert(fault_transport *fault, fault_op *waiting) {
+static void fault_wait_insert(fault_transport *fault, fault_op *waiting) {
     fault_op **at = &fault->waiting;
     while (*at != NULL && (*at)->due_ms <= waiting->due_ms) {
         at = &(*at)->next;
@@ -56,7 +56,7 @@ static void wait_insert(fault_transport *fault, fault_op *waiting) {
 }
 
 /* Takes out the cancelled ones, those of `peer`, or all. */
-static fault_op *wait_remove(fault_transport *fault, bool all, const kvx_peer *peer) {
+static fault_op *fault_wait_remove(fault_transport *fault, bool all, const kvx_peer *peer) {
     fault_op *taken = NULL;
     for (fault_op **at = &fault->waiting; *at != NULL;) {
         fault_op *waiting = *at;
@@ -74,7 +74,7 @@ static fault_op *wait_remove(fault_transport *fault, bool all, const kvx_peer *p
 
 /* -- pieces ----------------------------------------------------------------------------------------------------- */
 
-static void pieces_link(fault_transport *fault, fault_op *mine) {
+static void fault_pieces_link(fault_transport *fault, fault_op *mine) {
     pthread_mutex_lock(&fault->pieces_lock);
     mine->pieced_next = fault->pieced;
     mine->pieced_at = &fault->pieced;
@@ -86,7 +86,7 @@ static void pieces_link(fault_transport *fault, fault_op *mine) {
 }
 
 /* With pieces_lock held. */
-static void pieces_unlink(fault_op *mine) {
+static void fault_pieces_unlink(fault_op *mine) {
     *mine->pieced_at = mine->pieced_next;
     if (mine->pieced_next != NULL) {
         mine->pieced_next->pieced_at = mine->pieced_at;
@@ -94,7 +94,7 @@ static void pieces_unlink(fault_op *mine) {
 }
 
 /* The op is what it was before it was cut. */
-static void pieces_restore(fault_op *mine) {
+static void fault_pieces_restore(fault_op *mine) {
     kvx_op *op = mine->op;
     op->segments = mine->segments;
     op->count = mine->count;
@@ -104,7 +104,7 @@ static void pieces_restore(fault_op *mine) {
 }
 
 /* Is called by kvx_op_complete at the end of each piece, from whatever thread. */
-static bool piece_ended(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment) {
+static bool fault_piece_ended(kvx_op *op, int status, uint64_t bytes, int sys_errno, int segment) {
     fault_op *mine = op->seam_data;
     fault_transport *fault = mine->fault;
     mine->moved += bytes;
@@ -118,16 +118,16 @@ static bool piece_ended(kvx_op *op, int status, uint64_t bytes, int sys_errno, i
         pthread_mutex_unlock(&fault->pieces_lock);
         return true;
     }
-    pieces_unlink(mine);
+    fault_pieces_unlink(mine);
     pthread_mutex_unlock(&fault->pieces_lock);
-    pieces_restore(mine);
+    fault_pieces_restore(mine);
     kvx_op_complete(op, more ? KVX_E_PEER_LOST : status, mine->moved, sys_errno, segment < 0 ? -1 : (int)mine->at);
     free(mine);
     return true;
 }
 
 /* Makes the op the next piece of itself. */
-static void piece_begin(fault_transport *fault, fault_op *mine) {
+static void fault_piece_begin(fault_transport *fault, fault_op *mine) {
     kvx_op *op = mine->op;
     const kvx_segment *whole = &mine->segments[mine->at];
     if (mine->offset == whole->length) {
@@ -146,17 +146,17 @@ static void piece_begin(fault_transport *fault, fault_op *mine) {
     bool last = mine->moved + length == mine->bytes;
     op->flags = last ? mine->flags : mine->flags & ~(uint32_t)KVX_OP_NOTIFY;
     op->seam_data = mine;
-    op->seam = piece_ended;
+    op->seam = fault_piece_ended;
 }
 
 /* The inner transport did not take the piece. */
-static void piece_undo(fault_op *mine) {
+static void fault_piece_undo(fault_op *mine) {
     mine->offset -= mine->piece.length;
-    pieces_restore(mine);
+    fault_pieces_restore(mine);
 }
 
 /* Those that come back wait for their next turn; with the lock held. */
-static void pieces_collect(fault_transport *fault) {
+static void fault_pieces_collect(fault_transport *fault) {
     pthread_mutex_lock(&fault->pieces_lock);
     fault_op *back = fault->returned;
     fault->returned = NULL;
@@ -164,26 +164,26 @@ static void pieces_collect(fault_transport *fault) {
     while (back != NULL) {
         fault_op *next = back->next;
         back->due_ms = kvx_now_ms() + fault->plan.chunk_ms;
-        wait_insert(fault, back);
+        fault_wait_insert(fault, back);
         back = next;
     }
 }
 
 /* Ends an op that waits. Whoever called keeps `waiting` and frees it. */
-static void complete(fault_op *waiting, int status) {
+static void fault_op_complete(fault_op *waiting, int status) {
     if (waiting->segments != NULL) {
         pthread_mutex_lock(&waiting->fault->pieces_lock);
-        pieces_unlink(waiting);
+        fault_pieces_unlink(waiting);
         pthread_mutex_unlock(&waiting->fault->pieces_lock);
-        pieces_restore(waiting);
+        fault_pieces_restore(waiting);
     }
     kvx_op_complete(waiting->op, status, waiting->moved, 0, -1);
 }
 
-static void complete_all(fault_op *list, int status) {
+static void fault_complete_all(fault_op *list, int status) {
     while (list != NULL) {
         fault_op *next = list->next;
-        complete(list, status);
+        fault_op_complete(list, status);
         free(list);
         list = next;
     }
@@ -192,14 +192,14 @@ static void complete_all(fault_op *list, int status) {
 /* -- handing on ------------------------------------------------------------------------------------------------- */
 
 /* One that is due; with the lock held. False: it has to wait a little more. */
-static bool hand_on(fault_transport *fault, fault_op *due) {
+static bool fault_forward(fault_transport *fault, fault_op *due) {
     bool pieces = due->segments != NULL;
     if (due->deaf) {
         due->deaf = false;
         atomic_store(&due->op->cancelled, false);
     }
     if (pieces) {
-        piece_begin(fault, due);
+        fault_piece_begin(fault, due);
     }
     /* From here on a piece may have ended, and `due` with it. */
     int status = fault->inner->submit(fault->transport, due->op);
@@ -210,38 +210,38 @@ static bool hand_on(fault_transport *fault, fault_op *due) {
         return true;
     }
     if (pieces) {
-        piece_undo(due);
+        fault_piece_undo(due);
     }
     if (status == KVX_AGAIN) {
         due->due_ms = kvx_now_ms() + RETRY_MS;
-        wait_insert(fault, due);
+        fault_wait_insert(fault, due);
         return false;
     }
-    complete(due, status);
+    fault_op_complete(due, status);
     free(due);
     return true;
 }
 
 /* Hands on what is due. */
-static int wait_run(fault_transport *fault) {
+static int fault_wait_run(fault_transport *fault) {
     int steps = 0;
     pthread_mutex_lock(&fault->lock);
-    pieces_collect(fault);
-    fault_op *cancelled = wait_remove(fault, false, NULL);
+    fault_pieces_collect(fault);
+    fault_op *cancelled = fault_wait_remove(fault, false, NULL);
     while (fault->waiting != NULL && fault->waiting->due_ms <= kvx_now_ms()) {
         fault_op *due = fault->waiting;
         fault->waiting = due->next;
-        steps += hand_on(fault, due);
+        steps += fault_forward(fault, due);
     }
     pthread_mutex_unlock(&fault->lock);
-    complete_all(cancelled, KVX_E_CANCELLED);
+    fault_complete_all(cancelled, KVX_E_CANCELLED);
     return steps;
 }
 
 /* -- slots ------------------------------------------------------------------------------------------------------ */
 
 /* The first part of the op, under a mark that the core puts into its completion. */
-static void shorten(kvx_op *op, uint64_t share) {
+static void fault_shorten(kvx_op *op, uint64_t share) {
     uint64_t keep = op->bytes ? share % op->bytes : 0, kept = 0;
     uint32_t count = 0;
     while (count < op->count && kept < keep) {
@@ -257,7 +257,7 @@ static void shorten(kvx_op *op, uint64_t share) {
     op->injected = KVX_E_INJECTED;
 }
 
-static int wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms, bool deaf) {
+static int fault_wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms, bool deaf) {
     fault_op *waiting = malloc(sizeof(*waiting));
     if (waiting == NULL) {
         return KVX_E_NOMEM;
@@ -268,10 +268,10 @@ static int wait_for(fault_transport *fault, kvx_op *op, uint64_t due_ms, bool de
         waiting->count = op->count;
         waiting->bytes = op->bytes;
         waiting->flags = op->flags;
-        pieces_link(fault, waiting);
+        fault_pieces_link(fault, waiting);
     }
     pthread_mutex_lock(&fault->lock);
-    wait_insert(fault, waiting);
+    fault_wait_insert(fault, waiting);
     pthread_mutex_unlock(&fault->lock);
     kvx_core_wake(fault->core, fault->slot, 0); /* it may be sleeping for longer */
     return KVX_PENDING;
@@ -284,7 +284,7 @@ static int fault_submit(void *transport, kvx_op *op) {
     kvx_fate fate = kvx_fault_fate(&fault->plan, &delay_ms, &share);
     pthread_mutex_unlock(&fault->lock);
     if (fate == KVX_FATE_SHORT) {
-        shorten(op, share);
+        fault_shorten(op, share);
         fate = op->bytes == 0 ? KVX_FATE_FAIL : KVX_FATE_PASS;
     }
     if (fate == KVX_FATE_FAIL) {
@@ -295,14 +295,14 @@ static int fault_submit(void *transport, kvx_op *op) {
         return KVX_E_INJECTED;
     }
     if (fate == KVX_FATE_HANG) {
-        return wait_for(fault, op, UINT64_MAX, false);
+        return fault_wait_for(fault, op, UINT64_MAX, false);
     }
     op->corrupt = fate == KVX_FATE_FLIP;
     if (fate == KVX_FATE_STUCK) {
-        return wait_for(fault, op, kvx_now_ms() + fault->plan.stuck_ms, true);
+        return fault_wait_for(fault, op, kvx_now_ms() + fault->plan.stuck_ms, true);
     }
     if (delay_ms != 0 || (fault->plan.chunk_bytes != 0 && op->bytes != 0)) {
-        return wait_for(fault, op, kvx_now_ms() + delay_ms + fault->plan.chunk_ms, false);
+        return fault_wait_for(fault, op, kvx_now_ms() + delay_ms + fault->plan.chunk_ms, false);
     }
     return fault->inner->submit(fault->transport, op);
 }
@@ -312,7 +312,7 @@ static int fault_progress(void *transport, uint32_t thread, int timeout_ms) {
     if (thread != 0) {
         return fault->inner->progress(fault->transport, thread, timeout_ms);
     }
-    int steps = wait_run(fault);
+    int steps = fault_wait_run(fault);
     pthread_mutex_lock(&fault->lock);
     uint64_t due_ms = fault->waiting != NULL ? fault->waiting->due_ms : UINT64_MAX;
     pthread_mutex_unlock(&fault->lock);
@@ -337,10 +337,10 @@ static int fault_peer_close(void *transport, kvx_peer *peer, kvx_import *import)
         at->ended |= at->op->import->peer == peer;
     }
     pthread_mutex_unlock(&fault->pieces_lock);
-    pieces_collect(fault);
-    fault_op *ours = wait_remove(fault, false, peer);
+    fault_pieces_collect(fault);
+    fault_op *ours = fault_wait_remove(fault, false, peer);
     for (fault_op *at = ours; at != NULL; at = at->next) {
-        complete(at, KVX_E_PEER_LOST);
+        fault_op_complete(at, KVX_E_PEER_LOST);
     }
     int status = fault->inner->peer_close(fault->transport, peer, NULL);
     pthread_mutex_unlock(&fault->lock);
@@ -381,8 +381,8 @@ static void fault_close(void *transport) {
     for (fault_op *at = fault->pieced; at != NULL; at = at->pieced_next) {
         at->ended = true;
     }
-    pieces_collect(fault);
-    complete_all(wait_remove(fault, true, NULL), KVX_E_CLOSED);
+    fault_pieces_collect(fault);
+    fault_complete_all(fault_wait_remove(fault, true, NULL), KVX_E_CLOSED);
     fault->inner->close(fault->transport);
     pthread_mutex_destroy(&fault->pieces_lock);
     pthread_mutex_destroy(&fault->lock);

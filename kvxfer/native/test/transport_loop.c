@@ -57,7 +57,7 @@ typedef struct loop_transport {
 
 /* -- the queue; with the lock held ---------------------------------------------------------------------------- */
 
-static void queue_push(loop_transport *loop, loop_item *item) {
+static void loop_queue_push(loop_transport *loop, loop_item *item) {
     item->next = NULL;
     if (loop->last != NULL) {
         loop->last->next = item;
@@ -67,7 +67,7 @@ static void queue_push(loop_transport *loop, loop_item *item) {
     loop->last = item;
 }
 
-static loop_item *queue_pop(loop_transport *loop) {
+static loop_item *loop_queue_pop(loop_transport *loop) {
     loop_item *item = loop->first;
     if (item != NULL) {
         loop->first = item->next;
@@ -78,7 +78,7 @@ static loop_item *queue_pop(loop_transport *loop) {
     return item;
 }
 
-static void queue_unpop(loop_transport *loop, loop_item *item) {
+static void loop_queue_unpop(loop_transport *loop, loop_item *item) {
     item->next = loop->first;
     loop->first = item;
     if (loop->last == NULL) {
@@ -86,7 +86,7 @@ static void queue_unpop(loop_transport *loop, loop_item *item) {
     }
 }
 
-static void queue_remove(loop_transport *loop, const loop_item *item) {
+static void loop_queue_remove(loop_transport *loop, const loop_item *item) {
     loop_item *before = NULL;
     for (loop_item *at = loop->first; at != NULL; before = at, at = at->next) {
         if (at == item) {
@@ -103,9 +103,9 @@ static void queue_remove(loop_transport *loop, const loop_item *item) {
     }
 }
 
-static void post(loop_transport *loop, loop_item *item) {
+static void loop_post(loop_transport *loop, loop_item *item) {
     pthread_mutex_lock(&loop->lock);
-    queue_push(loop, item);
+    loop_queue_push(loop, item);
     pthread_mutex_unlock(&loop->lock);
     kvx_core_wake(loop->core, loop->slot, 0);
 }
@@ -151,9 +151,9 @@ static void loop_query(void *transport, kvx_transport_info *info_p) {
     snprintf(info_p->endpoint, sizeof(info_p->endpoint), "%s", loop->endpoint);
 }
 
-static void import_forget(loop_transport *loop, loop_import *mine) {
+static void loop_import_forget(loop_transport *loop, loop_import *mine) {
     pthread_mutex_lock(&loop->lock);
-    queue_remove(loop, &mine->item);
+    loop_queue_remove(loop, &mine->item);
     if (mine->previous != NULL) {
         mine->previous->next = mine->next;
     } else {
@@ -169,9 +169,9 @@ static void import_forget(loop_transport *loop, loop_import *mine) {
     free(mine);
 }
 
-static void peer_forget(loop_transport *loop, loop_peer *mine) {
+static void loop_peer_forget(loop_transport *loop, loop_peer *mine) {
     pthread_mutex_lock(&loop->lock);
-    queue_remove(loop, &mine->connect); /* not answered yet: the core will say that it was closed */
+    loop_queue_remove(loop, &mine->connect); /* not answered yet: the core will say that it was closed */
     if (mine->previous != NULL) {
         mine->previous->next = mine->next;
     } else {
@@ -185,11 +185,11 @@ static void peer_forget(loop_transport *loop, loop_peer *mine) {
 }
 
 /* Completes every queued op of `peer` (NULL = of everybody). */
-static void ops_fail(loop_transport *loop, const kvx_peer *peer, int status) {
+static void loop_ops_fail(loop_transport *loop, const kvx_peer *peer, int status) {
     loop_item *failed = NULL;
     pthread_mutex_lock(&loop->lock);
     loop_item *kept_first = NULL, *kept_last = NULL;
-    for (loop_item *item = queue_pop(loop); item != NULL; item = queue_pop(loop)) {
+    for (loop_item *item = loop_queue_pop(loop); item != NULL; item = loop_queue_pop(loop)) {
         bool ours = item->kind == ITEM_OP && (peer == NULL || ((kvx_op *)item->object)->import->peer == peer);
         item->next = NULL;
         if (ours) {
@@ -214,12 +214,12 @@ static void ops_fail(loop_transport *loop, const kvx_peer *peer, int status) {
 
 static void loop_close(void *transport) {
     loop_transport *loop = transport;
-    ops_fail(loop, NULL, KVX_E_CLOSED);
+    loop_ops_fail(loop, NULL, KVX_E_CLOSED);
     while (loop->imports != NULL) {
-        import_forget(loop, loop->imports);
+        loop_import_forget(loop, loop->imports);
     }
     while (loop->peers != NULL) {
-        peer_forget(loop, loop->peers);
+        loop_peer_forget(loop, loop->peers);
     }
     pthread_mutex_destroy(&loop->lock);
     free(loop);
@@ -264,7 +264,7 @@ static int loop_mem_import(void *transport, kvx_import *import) {
     }
     loop->imports = mine;
     pthread_mutex_unlock(&loop->lock);
-    post(loop, &mine->item);
+    loop_post(loop, &mine->item);
     return KVX_PENDING;
 }
 
@@ -286,17 +286,17 @@ static int loop_peer_connect(void *transport, kvx_peer *peer) {
     }
     loop->peers = mine;
     pthread_mutex_unlock(&loop->lock);
-    post(loop, &mine->connect);
+    loop_post(loop, &mine->connect);
     return KVX_PENDING;
 }
 
 static int loop_peer_close(void *transport, kvx_peer *peer, kvx_import *import) {
     loop_transport *loop = transport;
     if (import != NULL) {
-        import_forget(loop, import->transport_data);
+        loop_import_forget(loop, import->transport_data);
     } else { /* overtakes the operations that it ends */
         pthread_mutex_lock(&loop->lock);
-        queue_unpop(loop, &((loop_peer *)peer->transport_data)->close);
+        loop_queue_unpop(loop, &((loop_peer *)peer->transport_data)->close);
         pthread_mutex_unlock(&loop->lock);
         kvx_core_wake(loop->core, loop->slot, 0);
     }
@@ -313,7 +313,8 @@ typedef struct request {
 } request;
 
 /* What travels on a wire elsewhere: a request with its authenticator, checked with the owner's copy of the key. */
-static bool authentic(const loop_transport *loop, const kvx_import *import, const kvx_grant *grant, const kvx_op *op) {
+static bool loop_authentic(const loop_transport *loop, const kvx_import *import, const kvx_grant *grant,
+                           const kvx_op *op) {
     uint8_t sent[KVX_MAC_BYTES], expected[KVX_MAC_BYTES];
     request message = {.grant = import->remote.grant, .generation = import->remote.generation};
     memcpy(message.nonce, loop->nonce, sizeof(message.nonce));
@@ -328,10 +329,11 @@ static bool authentic(const loop_transport *loop, const kvx_import *import, cons
 }
 
 /* Opens the owner's side for `import`; on failure nothing is held. */
-static int enter(loop_transport *loop, kvx_import *import, const kvx_op *op, uint32_t rights, kvx_access *access_p) {
+static int loop_access_begin(loop_transport *loop, kvx_import *import, const kvx_op *op, uint32_t rights,
+                             kvx_access *access_p) {
     int status = kvx_access_begin_any(loop->core, import->remote.grant, import->remote.generation, access_p);
     if (status == KVX_OK) {
-        status = authentic(loop, import, access_p->grant, op) ? kvx_access_allow(access_p, rights) : KVX_E_KEY;
+        status = loop_authentic(loop, import, access_p->grant, op) ? kvx_access_allow(access_p, rights) : KVX_E_KEY;
         if (status != KVX_OK) {
             kvx_access_end(loop->core, access_p);
         }
@@ -345,8 +347,8 @@ static int enter(loop_transport *loop, kvx_import *import, const kvx_op *op, uin
 }
 
 /* One piece; with KVX_OP_CHECK both sides are looked at. `corrupt`: flip a bit of what was delivered. */
-static int move(const loop_transport *loop, const kvx_op *op, kvx_place target, kvx_place source, uint64_t length,
-                bool corrupt) {
+static int loop_copy_piece(const loop_transport *loop, const kvx_op *op, kvx_place target, kvx_place source,
+                           uint64_t length, bool corrupt) {
     bool check = (op->flags & KVX_OP_CHECK) != 0;
     uint32_t before = 0, after = 0;
     int status = check ? kvx_place_crc32c(source, length, &before) : KVX_OK;
@@ -362,7 +364,7 @@ static int move(const loop_transport *loop, const kvx_op *op, kvx_place target, 
     return status == KVX_OK && before != after ? KVX_E_INTEGRITY : status;
 }
 
-static int range_check(kvx_access *access, const kvx_op *op, loop_item *at) {
+static int loop_range_check(kvx_access *access, const kvx_op *op, loop_item *at) {
     for (uint32_t i = 0; i < op->count; i++) {
         if (kvx_access_range(access, op->segments[i].remote_offset, op->segments[i].length) != KVX_OK) {
             at->segment = i;
@@ -373,14 +375,15 @@ static int range_check(kvx_access *access, const kvx_op *op, loop_item *at) {
 }
 
 /* Copies up to chunk_bytes of the op. KVX_PENDING: more is left. */
-static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
+static int loop_copy_chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
     uint32_t rights = op->count == 0 ? 0 : op->kind == KVX_OP_PUT ? KVX_WRITE : KVX_READ;
     kvx_access access;
-    int status = enter(loop, op->import, op, rights, &access);
+    int status = loop_access_begin(loop, op->import, op, rights, &access);
     if (status != KVX_OK) {
         return status;
     }
-    if (at->bytes == 0 && (status = range_check(&access, op, at)) != KVX_OK) { /* all of it, before the first byte */
+    if (at->bytes == 0 &&
+        (status = loop_range_check(&access, op, at)) != KVX_OK) { /* all of it, before the first byte */
         KVX_COUNT(loop->counters, refused, 1);
     }
     uint64_t left = loop->config->chunk_bytes;
@@ -391,8 +394,9 @@ static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
         kvx_place local = kvx_place_of(op->region, segment->local_offset + at->offset);
         kvx_place remote =
             kvx_place_of(access.grant->region, access.grant->offset + segment->remote_offset + at->offset);
-        status = op->kind == KVX_OP_PUT ? move(loop, op, remote, local, length, op->corrupt && at->bytes == 0)
-                                        : move(loop, op, local, remote, length, op->corrupt && at->bytes == 0);
+        status = op->kind == KVX_OP_PUT
+                     ? loop_copy_piece(loop, op, remote, local, length, op->corrupt && at->bytes == 0)
+                     : loop_copy_piece(loop, op, local, remote, length, op->corrupt && at->bytes == 0);
         if (status != KVX_OK) {
             break;
         }
@@ -411,13 +415,13 @@ static int chunk(loop_transport *loop, kvx_op *op, loop_item *at) {
 }
 
 /* Goes on with the op until it is done, failed, out of its chunk (KVX_PENDING) or waits for room (KVX_AGAIN). */
-static int op_advance(loop_transport *loop, kvx_op *op, loop_item *at) {
+static int loop_op_advance(loop_transport *loop, kvx_op *op, loop_item *at) {
     if (atomic_load_explicit(&op->cancelled, memory_order_relaxed)) {
         return KVX_E_CANCELLED;
     }
     int status = KVX_OK;
     if (at->segment < op->count || op->count == 0) {
-        status = chunk(loop, op, at);
+        status = loop_copy_chunk(loop, op, at);
     }
     if (status == KVX_OK && (op->flags & KVX_OP_NOTIFY)) {
         status = kvx_notify_post(loop->core, loop->slot, op->import->remote.grant, op->tag, op->value);
@@ -425,7 +429,7 @@ static int op_advance(loop_transport *loop, kvx_op *op, loop_item *at) {
     return status;
 }
 
-static void op_finish(loop_transport *loop, kvx_op *op, int status, const loop_item *at) {
+static void loop_op_finish(loop_transport *loop, kvx_op *op, int status, const loop_item *at) {
     if (op->kind == KVX_OP_PUT) {
         KVX_COUNT(loop->counters, served_put_bytes, at->bytes);
     } else {
@@ -442,33 +446,33 @@ static int loop_submit(void *transport, kvx_op *op) {
     if (!loop->manual && !on_device && op->bytes <= loop->config->inline_bytes_max) { /* a driver's copy may block */
         int status = KVX_PENDING;
         while (status == KVX_PENDING) { /* a chunk may be smaller than what is small enough for this thread */
-            status = op_advance(loop, op, &at);
+            status = loop_op_advance(loop, op, &at);
         }
         if (status != KVX_AGAIN) {
-            op_finish(loop, op, status, &at);
+            loop_op_finish(loop, op, status, &at);
             return KVX_PENDING;
         }
     }
     loop_item *item = malloc(sizeof(*item));
     if (item == NULL) {
         if (at.bytes != 0) {
-            op_finish(loop, op, KVX_E_NOMEM, &at);
+            loop_op_finish(loop, op, KVX_E_NOMEM, &at);
             return KVX_PENDING;
         }
         return KVX_E_NOMEM;
     }
     *item = at;
-    post(loop, item);
+    loop_post(loop, item);
     return KVX_PENDING;
 }
 
 /* -- progress
  * ---------------------------------------------------------------------------------------------------------- */
 
-static void import_answer(loop_transport *loop, kvx_import *import) {
+static void loop_import_answer(loop_transport *loop, kvx_import *import) {
     loop_import *mine = import->transport_data;
     kvx_access access;
-    int status = enter(loop, import, NULL, 0, &access);
+    int status = loop_access_begin(loop, import, NULL, 0, &access);
     if (status == KVX_OK) {
         mine->on_device = (access.grant->region->flags & KVX_REGION_DEVICE) != 0;
         kvx_access_end(loop->core, &access);
@@ -478,9 +482,9 @@ static void import_answer(loop_transport *loop, kvx_import *import) {
     kvx_import_done(import, status, 0);
 }
 
-static void peer_end(loop_transport *loop, kvx_peer *peer) {
+static void loop_peer_end(loop_transport *loop, kvx_peer *peer) {
     loop_peer *mine = peer->transport_data;
-    ops_fail(loop, peer, KVX_E_PEER_LOST);
+    loop_ops_fail(loop, peer, KVX_E_PEER_LOST);
     for (;;) {
         pthread_mutex_lock(&loop->lock);
         loop_import *found = loop->imports;
@@ -491,31 +495,31 @@ static void peer_end(loop_transport *loop, kvx_peer *peer) {
         if (found == NULL) {
             break;
         }
-        import_forget(loop, found);
+        loop_import_forget(loop, found);
     }
-    peer_forget(loop, mine);
+    loop_peer_forget(loop, mine);
     kvx_peer_closed(peer);
 }
 
 /* One step. False: the head of the queue waits for room in the notification queue. */
-static bool item_run(loop_transport *loop, loop_item *item) {
+static bool loop_item_run(loop_transport *loop, loop_item *item) {
     if (item->kind == ITEM_CONNECT) {
         kvx_peer *peer = item->object;
         bool same = strcmp(peer->endpoint, loop->endpoint) == 0;
         kvx_connect_done(peer, same ? KVX_OK : KVX_E_UNREACHABLE, 0);
     } else if (item->kind == ITEM_IMPORT) {
-        import_answer(loop, item->object);
+        loop_import_answer(loop, item->object);
     } else if (item->kind == ITEM_CLOSE) {
-        peer_end(loop, item->object);
+        loop_peer_end(loop, item->object);
     } else {
-        int status = op_advance(loop, item->object, item);
+        int status = loop_op_advance(loop, item->object, item);
         if (status == KVX_PENDING || status == KVX_AGAIN) {
             pthread_mutex_lock(&loop->lock);
-            queue_unpop(loop, item);
+            loop_queue_unpop(loop, item);
             pthread_mutex_unlock(&loop->lock);
             return status == KVX_PENDING;
         }
-        op_finish(loop, item->object, status, item);
+        loop_op_finish(loop, item->object, status, item);
         free(item);
     }
     return true;
@@ -525,9 +529,9 @@ static int loop_progress(void *transport, uint32_t thread, int timeout_ms) {
     loop_transport *loop = transport;
     (void)thread;
     pthread_mutex_lock(&loop->lock);
-    loop_item *item = queue_pop(loop);
+    loop_item *item = loop_queue_pop(loop);
     pthread_mutex_unlock(&loop->lock);
-    if (item != NULL && item_run(loop, item)) {
+    if (item != NULL && loop_item_run(loop, item)) {
         return 1;
     }
     struct pollfd wait = {.fd = loop->wake_fd, .events = POLLIN};

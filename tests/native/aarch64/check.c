@@ -127,18 +127,18 @@ static void check_copying(void) {
     check_copies();
     check_pieces();
 #if defined(__x86_64__)
-    void (*chosen_lanes)(const kvx_piece *, uint64_t) = nt_lanes;
-    void (*chosen_one)(uint8_t *, const uint8_t *, uint64_t) = nt_one;
-    nt_lanes = nt_lanes_line_sse2;
-    nt_one = nt_one_line_sse2;
+    void (*chosen_lanes)(const kvx_piece *, uint64_t) = copy_nt_lanes;
+    void (*chosen_one)(uint8_t *, const uint8_t *, uint64_t) = copy_nt_one;
+    copy_nt_lanes = copy_nt_lanes_sse2;
+    copy_nt_one = copy_nt_one_sse2;
     check_pieces();
     if (__builtin_cpu_supports("avx2")) {
-        nt_lanes = nt_lanes_line_avx2;
-        nt_one = nt_one_line_avx2;
+        copy_nt_lanes = copy_nt_lanes_avx2;
+        copy_nt_one = copy_nt_one_avx2;
         check_pieces();
     }
-    nt_lanes = chosen_lanes;
-    nt_one = chosen_one;
+    copy_nt_lanes = chosen_lanes;
+    copy_nt_one = chosen_one;
 #endif
 }
 
@@ -158,10 +158,10 @@ static uint32_t crc_plain(uint32_t seed, const uint8_t *bytes, uint64_t length) 
 static void crc_once(uint32_t seed, const uint8_t *bytes, uint64_t length) {
     uint32_t expected = crc_plain(seed, bytes, length);
     CHECK(kvx_crc32c(seed, bytes, length) == expected);
-    CHECK(~crc_software(~seed, bytes, length) == expected);
+    CHECK(~copy_crc_software(~seed, bytes, length) == expected);
 #if defined(CRC_TARGET)
-    if (crc_update != crc_software) {
-        CHECK(~crc_hardware(~seed, bytes, length) == expected);
+    if (crc_update != copy_crc_software) {
+        CHECK(~copy_crc_hardware(~seed, bytes, length) == expected);
     }
 #endif
     uint64_t shift = dice(64);
@@ -169,7 +169,7 @@ static void crc_once(uint32_t seed, const uint8_t *bytes, uint64_t length) {
     CHECK(kvx_copy_crc32c(seed, target_room + GUARD + shift, bytes, length) == expected);
     CHECK(memcmp(target_room + GUARD + shift, bytes, length) == 0);
     CHECK(all(target_room, GUARD + shift, 0xee) && all(target_room + GUARD + shift + length, GUARD, 0xee));
-    CHECK(~copy_crc_plain(~seed, target_room + GUARD, bytes, length) == expected);
+    CHECK(~copy_with_crc_plain(~seed, target_room + GUARD, bytes, length) == expected);
 }
 
 static void check_checksums(void) {
@@ -261,7 +261,7 @@ static void check_frames(void) {
 int main(int argc, char **argv) {
     bool chosen = false;
 #if defined(CRC_TARGET)
-    chosen = crc_update != crc_software;
+    chosen = crc_update != copy_crc_software;
 #endif
     if (argc > 1 && strcmp(argv[1], "need-kernels") == 0) {
         CHECK(chosen);

@@ -63,7 +63,7 @@ CANCEL: Mapping[str, Mutation] = {
         (
             """
             xfer->outstanding--;
-            fail(xfer, KVX_E_CANCELLED, 0, -1);
+            tcp_xfer_fail(xfer, KVX_E_CANCELLED, 0, -1);
 """,
             """
             if (MUTANT && request->type == KVX_FRAME_GET) {
@@ -74,15 +74,15 @@ CANCEL: Mapping[str, Mutation] = {
                 }
             }
             xfer->outstanding--;
-            fail(xfer, KVX_E_CANCELLED, 0, -1);
+            tcp_xfer_fail(xfer, KVX_E_CANCELLED, 0, -1);
 """,
         ),
         (
             """
-    return oldest(conn)->xfer != NULL;
+    return tcp_xfer_request_oldest(conn)->xfer != NULL;
 """,
             """
-    return oldest(conn)->xfer != NULL || (MUTANT && conn->rx_spans.left > 0);
+    return tcp_xfer_request_oldest(conn)->xfer != NULL || (MUTANT && conn->rx_spans.left > 0);
 """,
         ),
     ),
@@ -153,14 +153,14 @@ REVOKE: Mapping[str, Mutation] = {
         (
             """
         at->revoked = grant;
-        ask_back(at);
+        shm_owner_send_revoke(at);
     }
     pthread_mutex_unlock(&shm->lock);
     return first == NULL ? KVX_OK : KVX_PENDING;
 """,
             """
         at->revoked = MUTANT ? NULL : grant;
-        ask_back(at);
+        shm_owner_send_revoke(at);
     }
     pthread_mutex_unlock(&shm->lock);
     return first == NULL || MUTANT ? KVX_OK : KVX_PENDING;
@@ -240,7 +240,7 @@ REVOKE: Mapping[str, Mutation] = {
             """
         at->revoked = grant;
         if (!at->opening) {
-            ask_back(at);
+            hixl_owner_send_revoke(at);
         }
     }
     pthread_mutex_unlock(&hixl->lock);
@@ -249,7 +249,7 @@ REVOKE: Mapping[str, Mutation] = {
             """
         at->revoked = MUTANT ? NULL : grant;
         if (!at->opening) {
-            ask_back(at);
+            hixl_owner_send_revoke(at);
         }
     }
     pthread_mutex_unlock(&hixl->lock);
@@ -263,13 +263,13 @@ REVOKE: Mapping[str, Mutation] = {
         (
             """
     if (import->asked_back && import->users == 0 && import->view == HIXL_UNSEEN && import->attached) {
-        send_about(import, KVX_FRAME_QUIET);
+        hixl_peer_send_import(import, KVX_FRAME_QUIET);
     }
 """,
             """
     bool quiet = import->users == 0 || MUTANT;
     if (import->asked_back && quiet && import->view == HIXL_UNSEEN && import->attached) {
-        send_about(import, KVX_FRAME_QUIET);
+        hixl_peer_send_import(import, KVX_FRAME_QUIET);
         import->attached = !MUTANT;
     }
 """,
@@ -337,13 +337,13 @@ static bool open_once(kvx_seal_way *way, const uint8_t *record, const struct iov
         "seal.c",
         (
             """
-    if (way->records == KVX_SEAL_RECORDS_MAX && !turn(way)) {
+    if (way->records == KVX_SEAL_RECORDS_MAX && !seal_rekey(way)) {
 """,
             """
     if (MUTANT && way->records == KVX_SEAL_RECORDS_MAX) {
         way->records = 0;
     }
-    if (way->records == KVX_SEAL_RECORDS_MAX && !turn(way)) {
+    if (way->records == KVX_SEAL_RECORDS_MAX && !seal_rekey(way)) {
 """,
         ),
     ),
