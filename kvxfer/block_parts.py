@@ -9,13 +9,13 @@ part.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.geometry import BlockTable, CacheLayout, Strides
+from kvxfer.geometry import BlockTable, CacheLayout, PlacedParts, Strides
 
 PARTS_MAX = 4096  # KVX_PARTS_MAX; what would need more is granted as a whole
 
@@ -53,15 +53,15 @@ def parts_of(layout: CacheLayout, regions: int) -> tuple[Rows | None, ...]:
     Exact where that takes no more than `PARTS_MAX`; else each block with the gaps between its own elements, which in
     storage that interleaves layers are the same block of other layers.
     """
-    return tuple(_in_region(layout, of_one) for of_one in _layers_of(layout, regions))
+    return tuple(_in_region(layout, of_one) for of_one in _placed_in(layout, regions))
 
 
-def _layers_of(layout: CacheLayout, regions: int) -> list[list[int]]:
-    """Which layers lie in each region."""
-    layers: list[list[int]] = [[] for _ in range(regions)]
-    for layer, placement in enumerate(layout.placements):
-        layers[placement.region].append(layer)
-    return layers
+def _placed_in(layout: CacheLayout, regions: int) -> list[list[PlacedParts]]:
+    """What lies in each region."""
+    found: list[list[PlacedParts]] = [[] for _ in range(regions)]
+    for placed in chain.from_iterable(map(layout.placed, range(layout.geometry.layers))):
+        found[placed.region].append(placed)
+    return found
 
 
 def granted(layout: CacheLayout, table: BlockTable, parts: tuple[Rows | None, ...]) -> list[BlockParts | None]:
@@ -72,8 +72,8 @@ def granted(layout: CacheLayout, table: BlockTable, parts: tuple[Rows | None, ..
     every = table.distinct(len(table.used(shape.block_tokens, layout.blocks)))
     whole, edges = (every, ()) if shape.packing else table.divided(shape.block_tokens, layout.blocks)
     found: list[BlockParts | None] = []
-    for rows, layers in zip(parts, _layers_of(layout, len(parts)), strict=True):
-        slots = None if rows is None else _slots(layout, layers, edges)
+    for rows, placed in zip(parts, _placed_in(layout, len(parts)), strict=True):
+        slots = None if rows is None else _slots(layout, placed, edges)
         if rows is None:
             found.append(None)
         elif slots is None or len(rows) + len(slots) > PARTS_MAX:
@@ -83,14 +83,14 @@ def granted(layout: CacheLayout, table: BlockTable, parts: tuple[Rows | None, ..
     return found
 
 
-def _slots(layout: CacheLayout, layers: list[int], edges: tuple[tuple[int, range], ...]) -> Rows | None:
+def _slots(layout: CacheLayout, placed: list[PlacedParts], edges: tuple[tuple[int, range], ...]) -> Rows | None:
     """A part with a single piece (stride 0) for every piece of the slots; None when they are too many."""
     found, count = [np.empty((0, 3), np.int64)], 0
-    by_strides: dict[Strides, list[int]] = {}
-    for layer in layers:
-        by_strides.setdefault(layout.strides(layer), []).append(layout.placements[layer].offset)
-    for (strides, offsets), (block, slots) in product(by_strides.items(), edges):
-        pieces = _pieces(layout, strides, exact=True, tokens=len(slots))
+    alike: dict[tuple[Strides, int], list[int]] = {}
+    for one in placed:
+        alike.setdefault((one.strides, len(one.parts)), []).append(one.offset)
+    for ((strides, parts), offsets), (block, slots) in product(alike.items(), edges):
+        pieces = _pieces(layout, strides, parts, exact=True, tokens=len(slots))
         if pieces is None or (count := count + len(pieces[0]) * len(offsets)) > PARTS_MAX:
             return None
         first = (block * strides[1] if layout.blocks > 1 else 0) + slots.start * strides[2]
@@ -101,32 +101,34 @@ def _slots(layout: CacheLayout, layers: list[int], edges: tuple[tuple[int, range
     return np.concatenate(found).astype(np.uint64)
 
 
-def _in_region(layout: CacheLayout, layers: list[int]) -> Rows | None:
-    exact = _rows(layout, layers, exact=True)
-    return _rows(layout, layers, exact=False) if exact is None else exact
+def _in_region(layout: CacheLayout, placed: list[PlacedParts]) -> Rows | None:
+    exact = _rows(layout, placed, exact=True)
+    return _rows(layout, placed, exact=False) if exact is None else exact
 
 
-def _rows(layout: CacheLayout, layers: list[int], *, exact: bool) -> Rows | None:
-    known: dict[Strides, tuple[list[int], int] | None] = {}
+def _rows(layout: CacheLayout, placed: list[PlacedParts], *, exact: bool) -> Rows | None:
+    known: dict[tuple[Strides, int], tuple[list[int], int] | None] = {}
     rows: list[tuple[int, int, int]] = []
-    for layer in layers:
-        offset, strides = layout.placements[layer].offset, layout.strides(layer)
-        if strides not in known:
-            known[strides] = _pieces(layout, strides, exact=exact, tokens=layout.geometry.block_tokens)
-        pieces = known[strides]
+    for one in placed:
+        alike = (one.strides, len(one.parts))
+        if alike not in known:
+            known[alike] = _pieces(layout, *alike, exact=exact, tokens=layout.geometry.block_tokens)
+        pieces = known[alike]
         if pieces is None or len(rows) + len(pieces[0]) > PARTS_MAX:
             return None
         bases, length = pieces
-        stride = strides[1] if layout.blocks > 1 else 0  # of a single block it does not matter
-        rows += [(offset + base, stride, length) for base in bases]
+        stride = one.strides[1] if layout.blocks > 1 else 0  # of a single block it does not matter
+        rows += [(one.offset + base, stride, length) for base in bases]
     return np.array(rows, np.uint64).reshape(-1, 3)
 
 
-def _pieces(layout: CacheLayout, strides: Strides, *, exact: bool, tokens: int) -> tuple[list[int], int] | None:
-    """Where the pieces of the first ``tokens`` slots of block 0 begin, relative to the layer, and how long each is.
-    None: they are too many.
+def _pieces(
+    layout: CacheLayout, strides: Strides, parts: int, *, exact: bool, tokens: int
+) -> tuple[list[int], int] | None:
+    """Where the pieces of the first ``tokens`` slots of block 0 begin, relative to the first of so many kv parts, and
+    how long each is. None: they are too many.
     """
-    parts, heads = layout.geometry.kv_parts, layout.geometry.kv_heads
+    heads = layout.geometry.kv_heads
     axes = sorted((strides[axis], extent) for axis, extent in ((0, parts), (2, tokens), (3, heads)) if extent > 1)
     length = layout.geometry.head_bytes
     while axes and (axes[0][0] == length or (not exact and axes[0][0] < strides[1])):

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvxfer.errors import TooLarge, UsageError
-from kvxfer.geometry import HEADS_MAX, LAYERS_MAX, TOKENS_MAX, BlockTable, CacheLayout
+from kvxfer.geometry import HEADS_MAX, KV_PARTS_MAX, LAYERS_MAX, TOKENS_MAX, BlockTable, CacheLayout
 
 AXES = ("layers", "parts", "heads", "tokens")
-AXIS_ENDS_MAX = {"layers": LAYERS_MAX, "parts": 2, "heads": HEADS_MAX, "tokens": 2 * TOKENS_MAX}
+AXIS_ENDS_MAX = {"layers": LAYERS_MAX, "parts": KV_PARTS_MAX, "heads": HEADS_MAX, "tokens": 2 * TOKENS_MAX}
 NUMBERS_PER_BOX = 2 * len(AXES)
 FRAGMENTS_MAX = 4096  # of one layer; a request in more pieces than this is refused
 STEPS_KEPT_MAX = 4096

@@ -11,7 +11,7 @@ Whatever arrives from outside passes through ``from_dict``, which checks types a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvxfer.errors import GeometryMismatch, OutOfRange, TooLarge, UsageError
 
 LAYERS_MAX = 1024
+KV_PARTS_MAX = 8
 HEADS_MAX = 1 << 16
 HEAD_SIZE_MAX = 1 << 20
 BLOCK_TOKENS_MAX = 1 << 20
@@ -109,7 +110,7 @@ class Geometry:
             object.__setattr__(self, "layers_total", self.layers)
         _require_int("layers_total", self.layers_total, self.layers, LAYERS_MAX)
         _require_int("first_layer", self.first_layer, 0, self.layers_total - self.layers)
-        _require_int("kv_parts", self.kv_parts, 1, 2)
+        _require_int("kv_parts", self.kv_parts, 1, KV_PARTS_MAX)
         _require_int("kv_heads", self.kv_heads, 1, HEADS_MAX)
         if self.kv_heads_total == 0 and self.head_start == 0:
             object.__setattr__(self, "kv_heads_total", self.kv_heads)
@@ -119,7 +120,7 @@ class Geometry:
         _require_int("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
         _require(isinstance(self.dtype, str) and self.dtype in ITEMSIZES, "dtype", _DTYPE_RULE, self.dtype)
         if self.layout == "":
-            object.__setattr__(self, "layout", "PBNHD" if self.kv_parts == 2 else "BNHD")
+            object.__setattr__(self, "layout", "PBNHD" if self.kv_parts > 1 else "BNHD")
         self._check_layout()
         _require_text("fingerprint", self.fingerprint)
         _require_text("packing", self.packing)
@@ -165,9 +166,12 @@ class Geometry:
         """How long the axes P, B, N and H are."""
         return self.kv_parts, blocks, self.block_tokens, self.kv_heads
 
-    def dense_strides(self, blocks: int) -> Strides:
-        """Bytes between neighbours along P, B, N and H when the blocks of a layer lie in one piece without padding."""
+    def dense_strides(self, blocks: int, *, parts: int | None = None) -> Strides:
+        """Bytes between neighbours along P, B, N and H when the blocks of a layer lie in one piece without padding;
+        ``parts``: how many kv parts lie together (None: all).
+        """
         lengths = dict(zip("PBNH", self.extents(blocks), strict=True))
+        lengths["P"] = self.kv_parts if parts is None else parts
         strides, step = dict.fromkeys("PBNH", 0), self.head_bytes
         for axis in reversed(self.layout[:-1]):
             strides[axis] = step
@@ -271,6 +275,9 @@ class LayerPlacement:
 
     ``strides``: bytes between neighbours along P, B, N and H, for storage that is padded or interleaved with other
     layers; None means dense, as `Geometry.dense_strides`. The stride of an axis of length one does not matter.
+
+    A layer whose kv parts lie in memory of their own has a tuple of these, one for each part in the order of the parts:
+    then the stride along P does not matter, and dense means that the part lies in one piece.
     """
 
     region: int = 0
@@ -287,13 +294,33 @@ class LayerPlacement:
                 _require_int("placement.strides", stride, 0, BYTES_MAX)
 
 
+Placement = LayerPlacement | tuple[LayerPlacement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParts:
+    """Kv parts of a layer that one placement describes: ``offset`` is where the first of ``parts`` begins in its
+    region, and ``strides`` are written out.
+    """
+
+    region: int
+    offset: int
+    strides: Strides
+    parts: range
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Where every layer of a cache lies; ``blocks`` is how many blocks each layer has."""
+    """Where every layer of a cache lies; ``blocks`` is how many blocks each layer has.
+
+    A placement is a `LayerPlacement`, or a tuple with one for each kv part where keys and values are allocations of
+    their own.
+    """
 
     geometry: Geometry
     blocks: int
-    placements: tuple[LayerPlacement, ...]
+    placements: tuple[Placement, ...]
+    _placed: tuple[tuple[PlacedParts, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require(isinstance(self.geometry, Geometry), "geometry", "a Geometry", self.geometry)
@@ -301,23 +328,43 @@ class CacheLayout:
         rule = f"a tuple with one placement for each of the {self.geometry.layers} layers"
         good = isinstance(self.placements, tuple) and len(self.placements) == self.geometry.layers
         _require(good, "placements", rule, self.placements)
-        checked: set[Strides] = set()
-        for layer, placement in enumerate(self.placements):
-            _require(isinstance(placement, LayerPlacement), "placements", "LayerPlacement values", placement)
-            strides = self.strides(layer)
-            if strides not in checked:
-                self._check_strides(strides)
-                checked.add(strides)
-            if self.layer_end(layer) > BYTES_MAX:
-                raise TooLarge(
-                    "bad geometry: a layer ends beyond the maximum", field="placements", layer=layer, limit=BYTES_MAX
-                )
-        places = {(placement.region, placement.offset) for placement in self.placements}
-        _require(len(places) == len(self.placements), "placements", "different for each layer", "a repeated place")
+        object.__setattr__(self, "_placed", tuple(map(self._place, self.placements)))
+        checked: set[tuple[Strides, int]] = set()
+        for layer, placed in enumerate(self._placed):
+            for one in placed:
+                if (one.strides, len(one.parts)) not in checked:
+                    self._check_strides(one)
+                    checked.add((one.strides, len(one.parts)))
+                if self._end(one) > BYTES_MAX:
+                    raise TooLarge(
+                        "bad geometry: a layer ends beyond the maximum",
+                        field="placements",
+                        layer=layer,
+                        limit=BYTES_MAX,
+                    )
+        places = [(one.region, one.offset) for placed in self._placed for one in placed]
+        rule = "different for each layer, and for each part that has its own"
+        _require(len(set(places)) == len(places), "placements", rule, "a repeated place")
 
-    def _check_strides(self, strides: Strides) -> None:
+    def _place(self, placement: object) -> tuple[PlacedParts, ...]:
+        parts = self.geometry.kv_parts
+        if isinstance(placement, LayerPlacement):
+            strides = self.geometry.dense_strides(self.blocks) if placement.strides is None else placement.strides
+            return (PlacedParts(placement.region, placement.offset, strides, range(parts)),)
+        given = placement if isinstance(placement, tuple) else ()
+        good = len(given) == parts and all(isinstance(one, LayerPlacement) for one in given)
+        rule = f"LayerPlacement values, or tuples of {parts}, one for each kv part"
+        _require(good, "placements", rule, placement)
+        dense = self.geometry.dense_strides(self.blocks, parts=1)
+        return tuple(
+            PlacedParts(one.region, one.offset, dense if one.strides is None else one.strides, range(part, part + 1))
+            for part, one in enumerate(given)
+        )
+
+    def _check_strides(self, placed: PlacedParts) -> None:
         """No two elements of a layer share a byte: each stride reaches over everything that lies inside it."""
-        axes = [(stride, extent) for stride, extent in zip(strides, self._extents(), strict=True) if extent > 1]
+        strides = placed.strides
+        axes = [(stride, extent) for stride, extent in zip(strides, self._extents(placed), strict=True) if extent > 1]
         inside = self.geometry.head_bytes
         for stride, extent in sorted(axes):
             _require(stride >= inside, "placement.strides", "large enough that no two elements overlap", strides)
@@ -326,29 +373,48 @@ class CacheLayout:
             good = self.geometry.block_tokens == 1 or strides[2] == self.geometry.head_bytes
             _require(good, "placement.strides", "dense inside the tile of a head when there is a packing", strides)
 
-    def _extents(self) -> Strides:
-        return self.geometry.extents(self.blocks)
+    def _extents(self, placed: PlacedParts) -> Strides:
+        return len(placed.parts), *self.geometry.extents(self.blocks)[1:]
+
+    def _end(self, placed: PlacedParts) -> int:
+        reach = sum((extent - 1) * stride for extent, stride in zip(self._extents(placed), placed.strides, strict=True))
+        return placed.offset + reach + self.geometry.head_bytes
+
+    def placed(self, layer: int) -> tuple[PlacedParts, ...]:
+        """Where the parts of a layer lie, in their order: one entry, or one for each part."""
+        return self._placed[layer]
 
     def strides(self, layer: int) -> Strides:
-        """Bytes between neighbours along P, B, N and H of a layer, written out."""
-        given = self.placements[layer].strides
-        return self.geometry.dense_strides(self.blocks) if given is None else given
+        """Bytes between neighbours along P, B, N and H of a layer, written out. Raises `UsageError` for a layer whose
+        parts have places of their own (see `placed`).
+        """
+        return self._whole(layer).strides
 
     def layer_end(self, layer: int) -> int:
-        """The offset in its region just behind the last byte of a layer."""
-        reach = sum((extent - 1) * stride for extent, stride in zip(self._extents(), self.strides(layer), strict=True))
-        return self.placements[layer].offset + reach + self.geometry.head_bytes
+        """The offset in its region just behind the last byte of a layer. Raises what `strides` raises."""
+        return self._end(self._whole(layer))
+
+    def _whole(self, layer: int) -> PlacedParts:
+        placed = self._placed[layer]
+        if len(placed) > 1:
+            raise UsageError("the parts of this layer have places of their own", field="placements", layer=layer)
+        return placed[0]
 
     def region_bytes(self) -> dict[int, int]:
         """How long each region that the placements name must at least be: region index → bytes."""
         needed: dict[int, int] = {}
-        for layer, placement in enumerate(self.placements):
-            needed[placement.region] = max(needed.get(placement.region, 0), self.layer_end(layer))
+        for one in chain.from_iterable(self._placed):
+            needed[one.region] = max(needed.get(one.region, 0), self._end(one))
         return needed
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of strings, numbers and lists: survives JSON and msgpack. Placements are [region, offset, strides]."""
-        rows = [[p.region, p.offset, None if p.strides is None else list(p.strides)] for p in self.placements]
+        """A dict of strings, numbers and lists: survives JSON and msgpack. Placements are [region, offset, strides], or
+        a list of such, one for each kv part.
+        """
+        rows = [
+            [_row(part) for part in placement] if isinstance(placement, tuple) else _row(placement)
+            for placement in self.placements
+        ]
         return {"geometry": self.geometry.to_dict(), "blocks": self.blocks, "placements": rows}
 
     @classmethod
@@ -365,7 +431,18 @@ class CacheLayout:
         )
 
 
-def _placement(row: object) -> LayerPlacement:
+def _row(placement: LayerPlacement) -> list[Any]:
+    return [placement.region, placement.offset, None if placement.strides is None else list(placement.strides)]
+
+
+def _placement(row: object) -> Placement:
+    if isinstance(row, list | tuple) and row and all(isinstance(part, list | tuple) for part in row):
+        _require(len(row) <= KV_PARTS_MAX, "placements", f"at most {KV_PARTS_MAX} parts", len(row))
+        return tuple(map(_placement_of_one, row))
+    return _placement_of_one(row)
+
+
+def _placement_of_one(row: object) -> LayerPlacement:
     _require(isinstance(row, list | tuple) and len(row) == 3, "placements", "lists of [region, offset, strides]", row)
     assert isinstance(row, list | tuple)
     region, offset, strides = row

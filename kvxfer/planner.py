@@ -12,14 +12,16 @@ Nothing here touches memory of a cache or waits for anything.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from kvxfer.coverage import Box, box_of
 from kvxfer.errors import GeometryMismatch, TooLarge, UsageError
-from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement, Strides, check_compatible
+from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement, PlacedParts, Strides, check_compatible
 
 __all__ = ["Batch", "Plan", "check_compatible", "contiguous_layout", "plan", "whole_layer_bytes"]
 
@@ -79,6 +81,18 @@ class _Axis:
         return self.source == self.target == unit
 
 
+@dataclass(frozen=True, slots=True)
+class _StridePair:
+    """What the segments of kv parts that lie together on both sides depend on: both sides' strides, how many parts, and
+    how many of each side's come before them. Layers that differ only in their offsets have equal ones.
+    """
+
+    source: Strides
+    target: Strides
+    parts: int
+    skipped: tuple[int, int]
+
+
 class Plan:
     """What `plan` found out; `layer` writes out the segments of one layer when it is asked for.
 
@@ -98,8 +112,8 @@ class Plan:
         self._source = source
         self._target = target
         self._pieces = pieces
-        self._kept: dict[tuple[Strides, Strides], Ints] = {}
-        self._counts: dict[tuple[Strides, Strides], int] = {}
+        self._kept: dict[_StridePair, Ints] = {}
+        self._counts: dict[_StridePair, int] = {}
         self.box = box
         self.complete = complete
         self.first_token = box.tokens.start
@@ -121,37 +135,56 @@ class Plan:
             raise UsageError("no such layer", field="layer", value=repr(number)[:20], limit=total - 1)
         if not self.layer_bytes or number not in self.box.layers:
             return ()
-        ours, theirs = self._indexes(number)
-        source, target = self._source.placements[ours], self._target.placements[theirs]
-        pair = (self._source.strides(ours), self._target.strides(theirs))
-        kept = self._kept.get(pair)
-        if kept is None:
-            kept = self._segments(*pair)
-            if len(self._kept) >= STRIDE_PAIRS_KEPT_MAX:
-                self._kept.pop(next(iter(self._kept)), None)
-            self._kept[pair] = kept
-        segments = kept + np.array([source.offset, target.offset, 0], np.int64)
-        return (Batch(source_region=source.region, target_region=target.region, segments=segments.view(np.uint64)),)
+        found: dict[tuple[int, int], list[Ints]] = {}
+        for source, target, pair in self._pairs(number):
+            segments = self._segments(pair) + np.array([source.offset, target.offset, 0], np.int64)
+            found.setdefault((source.region, target.region), []).append(segments)
+        return tuple(
+            Batch(
+                source_region=source,
+                target_region=target,
+                segments=(rows[0] if len(rows) == 1 else _merge(rows)).view(np.uint64),
+            )
+            for (source, target), rows in found.items()
+        )
 
     def fragments(self, number: int) -> int:
         """How many pieces `layer` has to write out before it merges them: what it will cost, without that cost."""
         if not self.layer_bytes or number not in self.box.layers:
             return 0
-        ours, theirs = self._indexes(number)
-        pair = (self._source.strides(ours), self._target.strides(theirs))
+        return sum(self._count(pair) for _, _, pair in self._pairs(number))
+
+    def _pairs(self, number: int) -> Iterator[tuple[PlacedParts, PlacedParts, _StridePair]]:
+        """The kv parts of a layer that lie together on both sides."""
+        ours = self._source.placed(number - self._source.geometry.first_layer)
+        theirs = self._target.placed(number - self._target.geometry.first_layer)
+        for source, target in product(ours, theirs):
+            start = max(source.parts.start, target.parts.start, self.box.parts.start)
+            parts = min(source.parts.stop, target.parts.stop, self.box.parts.stop) - start
+            if parts > 0:
+                skipped = (start - source.parts.start, start - target.parts.start)
+                yield source, target, _StridePair(source.strides, target.strides, parts, skipped)
+
+    def _count(self, pair: _StridePair) -> int:
         if pair not in self._counts:
             if len(self._counts) >= STRIDE_PAIRS_KEPT_MAX:
                 self._counts.pop(next(iter(self._counts)), None)
-            self._counts[pair] = sum(group.count for group in self._groups(*pair))
+            self._counts[pair] = sum(group.count for group in self._groups(pair))
         return self._counts[pair]
 
-    def _indexes(self, number: int) -> tuple[int, int]:
-        """Where a layer stands in each side's list of layers."""
-        return number - self._source.geometry.first_layer, number - self._target.geometry.first_layer
+    def _segments(self, pair: _StridePair) -> Ints:
+        """`_written` of this pair, kept for the next layer."""
+        kept = self._kept.get(pair)
+        if kept is None:
+            kept = self._written(pair)
+            if len(self._kept) >= STRIDE_PAIRS_KEPT_MAX:
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[pair] = kept
+        return kept
 
-    def _segments(self, source: Strides, target: Strides) -> Ints:
-        """Merged segments relative to the layer's offsets, shape (n, 3)."""
-        groups = self._groups(source, target)
+    def _written(self, pair: _StridePair) -> Ints:
+        """Merged segments relative to where the parts begin, shape (n, 3)."""
+        groups = self._groups(pair)
         count = sum(group.count for group in groups)
         if count > LAYER_SEGMENTS_MAX:
             raise TooLarge(
@@ -160,17 +193,17 @@ class Plan:
                 limit=LAYER_SEGMENTS_MAX,
                 hint="give both sides the same order of axes, or move fewer tokens at a time",
             )
-        return _merge([group.write_out(target[1]) for group in groups if group.count])
+        return _merge([group.write_out(pair.target[1]) for group in groups if group.count])
 
-    def _groups(self, source: Strides, target: Strides) -> list[_PieceGroup]:
+    def _groups(self, pair: _StridePair) -> list[_PieceGroup]:
         ours, theirs = self._source.geometry, self._target.geometry
         pieces, block_tokens = self._pieces, ours.block_tokens
         full = (pieces.tokens == block_tokens) & (theirs.block_tokens == block_tokens)
-        extents = (len(self.box.parts), 0, block_tokens, len(self.box.heads))
-        parts, blocks, tokens, heads = map(_Axis, extents, source, target)
+        extents = (pair.parts, 0, block_tokens, len(self.box.heads))
+        parts, blocks, tokens, heads = map(_Axis, extents, pair.source, pair.target)
         source_head, target_head = (self.box.heads.start - side.head_start for side in (ours, theirs))
         bases = pieces.bases(blocks, tokens) + _pair(source_head * heads.source, target_head * heads.target)
-        bases += self.box.parts.start * _pair(parts.source, parts.target)
+        bases += _pair(pair.skipped[0] * parts.source, pair.skipped[1] * parts.target)
         return [
             _group([parts, heads, tokens], None, pieces.tokens[full], bases[:, full], ours.head_bytes),
             _group([parts, heads], tokens, pieces.tokens[~full], bases[:, ~full], ours.head_bytes),

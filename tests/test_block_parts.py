@@ -13,14 +13,14 @@ from kvxfer import block_parts
 from kvxfer.block_parts import BlockParts, Rows, granted
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
 from kvxfer.planner import plan
-from tests.test_planner import address, draw_pair
+from tests.test_planner import address, draw_pair, region_of
 
 PAIRS = 60
 
 
 def parts_of(layout: CacheLayout, region: int) -> Rows | None:
     """Of one region; all that the placements name are looked at together."""
-    regions = 1 + max(placement.region for placement in layout.placements)
+    regions = 1 + max(layout.region_bytes())
     return block_parts.parts_of(layout, regions)[region]
 
 
@@ -34,7 +34,7 @@ def elements(layout: CacheLayout, slots: set[tuple[int, int]]) -> dict[int, set[
     """The bytes of some slots by region, element by element."""
     shape, found = layout.geometry, dict[int, set[int]]()
     for layer, part, head in product(*map(range, (layout.geometry.layers, shape.kv_parts, shape.kv_heads))):
-        region = found.setdefault(layout.placements[layer].region, set())
+        region = found.setdefault(region_of(layout, layer, part), set())
         for block, slot in slots:
             begin = address(layout, layer, part, block, slot, head)
             region.update(range(begin, begin + shape.head_bytes))
@@ -43,7 +43,7 @@ def elements(layout: CacheLayout, slots: set[tuple[int, int]]) -> dict[int, set[
 
 def grants(layout: CacheLayout, table: BlockTable) -> list[BlockParts | None]:
     """For every region."""
-    regions = 1 + max(placement.region for placement in layout.placements)
+    regions = 1 + max(layout.region_bytes())
     return granted(layout, table, block_parts.parts_of(layout, regions))
 
 

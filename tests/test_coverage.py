@@ -146,7 +146,7 @@ def test_what_a_cache_holds() -> None:
     [
         ("layers", range(1025)),
         ("layers", range(0, 8, 2)),
-        ("parts", range(3)),
+        ("parts", range(9)),
         ("heads", range(-1, 2)),
         ("heads", range(4, 2)),
         ("tokens", range(2**50, 2**50 + 1)),

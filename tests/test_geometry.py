@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -89,7 +90,7 @@ def test_dense_strides(layout: str, strides: tuple[int, ...]) -> None:
         *(("layers", value) for value in (0, -1, LAYERS_MAX + 1, True, 1.0, "3", None)),
         *(("first_layer", value) for value in (-1, 1, True)),
         *(("layers_total", value) for value in (2, -1, LAYERS_MAX + 1)),
-        *(("kv_parts", value) for value in (0, 3)),
+        *(("kv_parts", value) for value in (0, 9)),
         *(("kv_heads", value) for value in (0, 2**40)),
         *(("kv_heads_total", value) for value in (3, -1)),
         *(("head_start", value) for value in (-1, 1)),
@@ -129,6 +130,8 @@ def test_round_trip(travel: Any) -> None:
     )
     assert CacheLayout.from_dict(travel(padded.to_dict())) == padded
     assert CacheLayout.from_dict(travel(cache().to_dict())) == cache()
+    apart = replace(padded, placements=tuple((place, replace(place, offset=1 << 20)) for place in padded.placements))
+    assert CacheLayout.from_dict(travel(apart.to_dict())) == apart
     table = BlockTable(blocks=np.array([5, 4, 3, 9]), tokens=50, first_token=16)
     assert BlockTable.from_dict(travel(table.to_dict())) == table
 
@@ -243,6 +246,28 @@ def test_layouts_are_checked() -> None:
     packed = geometry(layers=1, kv_parts=1, layout="BNHD", packing="kt")
     with pytest.raises(UsageError, match="dense"):
         CacheLayout(geometry=packed, blocks=2, placements=(LayerPlacement(offset=0),))
+
+
+def test_parts_with_places_of_their_own() -> None:
+    """Keys in one region, values in another: dense means each part by itself, and a layer as a whole has no strides."""
+    shape = geometry(layers=2, kv_heads=2, head_size=8, block_tokens=4, dtype="uint8", layout="BPNHD")
+    places = tuple((LayerPlacement(region=0, offset=i * 512), LayerPlacement(region=1, offset=i * 512)) for i in (0, 1))
+    made = CacheLayout(geometry=shape, blocks=8, placements=places)
+    assert [one.parts for one in made.placed(1)] == [range(1), range(1, 2)]
+    assert made.placed(1)[1].strides[1:] == (64, 16, 8)
+    assert made.region_bytes() == {0: 1024, 1: 1024}
+    for ask in (made.strides, made.layer_end):
+        with pytest.raises(UsageError, match="places of their own"):
+            ask(0)
+    for wrong in (places[0][:1], (*places[0], places[0][0]), (places[0][0], None), [*places[0]], ()):
+        with pytest.raises(UsageError, match="placements"):
+            CacheLayout(geometry=shape, blocks=8, placements=(wrong, places[1]))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="different"):
+        CacheLayout(geometry=shape, blocks=8, placements=(places[0], (places[1][0], places[0][1])))
+    raw = made.to_dict()
+    for row in ([raw["placements"][0][0]] * 9, [[0, 0], [0, 0]], [[], []], [0, 0]):
+        with pytest.raises(UsageError, match="placements"):
+            CacheLayout.from_dict({**raw, "placements": [row, raw["placements"][1]]})
 
 
 def test_region_bytes() -> None:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,12 @@ ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
 
 
 def address(layout: CacheLayout, layer: int, part: int, block: int, slot: int, head: int) -> int:
-    """Where the elements of one local head of one slot begin in the layer's region."""
-    shape, place = layout.geometry, layout.placements[layer]
+    """Where the elements of one local head of one slot begin in the region of the part."""
+    shape, place, parts = layout.geometry, layout.placements[layer], layout.geometry.kv_parts
+    if isinstance(place, tuple):
+        place, part, parts = place[part], 0, 1
     width = shape.head_size * ITEM_BYTES[shape.dtype]
-    index = {"P": (part, shape.kv_parts), "B": (block, layout.blocks), "N": (slot, shape.block_tokens)}
+    index = {"P": (part, parts), "B": (block, layout.blocks), "N": (slot, shape.block_tokens)}
     index["H"] = (head, shape.kv_heads)
     if place.strides is not None:
         return place.offset + sum(i * step for (i, _), step in zip(index.values(), place.strides, strict=True))
@@ -43,6 +45,11 @@ def address(layout: CacheLayout, layer: int, part: int, block: int, slot: int, h
     for axis in shape.layout[:-1]:
         flat = flat * index[axis][1] + index[axis][0]
     return place.offset + flat * width
+
+
+def region_of(layout: CacheLayout, layer: int, part: int) -> int:
+    place = layout.placements[layer]
+    return place[part].region if isinstance(place, tuple) else place.region
 
 
 def move_by_hand(side: Side, other: Side, memory: list[bytearray], within: Box | None = None) -> int:
@@ -67,12 +74,12 @@ def move_by_hand(side: Side, other: Side, memory: list[bytearray], within: Box |
         )
     for layer in layers:
         here, there = layer - ours.first_layer, layer - theirs.first_layer
-        source = side.memory[side.layout.placements[here].region]
-        target = memory[other.layout.placements[there].region]
         for token in tokens:
             block, slot = side.where(token)
             to_block, to_slot = other.where(token)
             for part in parts:
+                source = side.memory[region_of(side.layout, here, part)]
+                target = memory[region_of(other.layout, there, part)]
                 for head in heads:
                     begin = address(side.layout, here, part, block, slot, head - ours.head_start)
                     to = address(other.layout, there, part, to_block, to_slot, head - theirs.head_start)
@@ -122,7 +129,11 @@ def check_batch(batch: Batch) -> None:
 
 
 def draw_layout(rng: random.Random, geometry: Geometry, blocks: int) -> CacheLayout:
-    """Dense, padded, all layers interleaved in one allocation, or a region for each layer; in any combination."""
+    """Dense, padded, all layers interleaved in one allocation, or a region for each layer; in any combination. Or each
+    part of each layer by itself, anywhere.
+    """
+    if geometry.kv_parts > 1 and rng.random() < 0.3:
+        return draw_parts_apart(rng, geometry, blocks)
     strides, before, gap = None, rng.randrange(9), rng.choice((0, 0, 3))
     size = whole_layer_bytes(geometry, blocks)
     regions = [0] * geometry.layers if rng.random() < 0.7 else list(range(geometry.layers))
@@ -145,6 +156,31 @@ def draw_layout(rng: random.Random, geometry: Geometry, blocks: int) -> CacheLay
         for region, offset in zip(regions, offsets, strict=True)
     ]
     return CacheLayout(geometry=geometry, blocks=blocks, placements=tuple(placements))
+
+
+def draw_parts_apart(rng: random.Random, geometry: Geometry, blocks: int) -> CacheLayout:
+    """Keys and values as allocations of their own, behind each other in a few regions in any order, or interleaved by
+    block.
+    """
+    one = replace(geometry, kv_parts=1, layout=geometry.layout.replace("P", ""))
+    size, names = whole_layer_bytes(one, blocks), list(product(range(geometry.layers), range(geometry.kv_parts)))
+    rng.shuffle(names)
+    places: dict[tuple[int, int], LayerPlacement] = {}
+    regions, gap = rng.choice((1, 2, len(names))), rng.choice((0, 0, 5))
+    if one.layout.startswith("B") and rng.random() < 0.3:
+        _, block, token, head = one.dense_strides(blocks)
+        strides = (rng.choice((0, 1)), block * len(names), token, head)
+        places = {name: LayerPlacement(offset=i * block, strides=strides) for i, name in enumerate(names)}
+    else:
+        ends = dict.fromkeys(range(regions), 0)
+        for name in names:
+            region = rng.randrange(regions)
+            places[name] = LayerPlacement(region=region, offset=ends[region])
+            ends[region] += size + gap
+    placements = tuple(
+        tuple(places[layer, part] for part in range(geometry.kv_parts)) for layer in range(geometry.layers)
+    )
+    return CacheLayout(geometry=geometry, blocks=blocks, placements=placements)
 
 
 def draw_table(
@@ -203,7 +239,7 @@ def draw_memory(rng: random.Random, layout: CacheLayout) -> list[bytearray]:
 
 
 def draw_pair(rng: random.Random) -> tuple[Side, Side]:
-    parts = rng.choice((1, 2, 2))
+    parts = rng.choice((1, 2, 2, 2, 3))
     total = rng.choice((1, 2, 4, 8))
     dtype, head_size = rng.choice((("uint8", 1), ("uint8", 3), ("bfloat16", 1), ("float32", 1)))
     layers_total = rng.choice((1, 1, 2, 3, 3))
@@ -363,6 +399,40 @@ def test_nothing_in_common_is_an_empty_plan(first: int) -> None:
     cache = dense(shape(), 4)
     made = plan(cache, BlockTable.of([0], 16 if first else 0), cache, BlockTable.of([1], 16, first_token=first))
     assert (made.bytes, made.tokens, made.layer(0)) == (0, 0, ())
+
+
+@pytest.mark.parametrize("order", ["PBNHD", "BPNHD"])
+def test_parts_that_have_places_of_their_own_are_merged_where_they_touch(order: str) -> None:
+    """Values behind keys, named by a placement each: the same segments as of one placement for both."""
+    whole = dense(shape(layers=2, layout="PBNHD"), 4)
+    apart = replace(
+        whole,
+        geometry=replace(whole.geometry, layout=order),
+        placements=tuple(
+            (LayerPlacement(offset=place.offset), LayerPlacement(offset=place.offset + whole.strides(0)[0]))
+            for place in whole.placements
+        ),
+    )
+    table = BlockTable.of(range(4), 64)
+    expected = rows(plan(whole, table, whole, table))
+    for source, target in ((apart, whole), (whole, apart), (apart, apart)):
+        assert rows(plan(source, table, target, table)) == expected
+    assert len(expected) == 1, "keys and values are neighbours"
+
+
+def test_keys_and_values_in_two_allocations_are_two_batches() -> None:
+    whole = dense(shape(layers=2), 4)
+    apart = replace(
+        whole,
+        placements=tuple((LayerPlacement(offset=i << 16), LayerPlacement(region=1, offset=i << 16)) for i in (0, 1)),
+    )
+    table = BlockTable.of(range(4), 64)
+    made = plan(apart, table, whole, table)
+    assert [(batch.source_region, batch.target_region) for batch in made.layer(1)] == [(0, 0), (1, 0)]
+    assert made.fragments(1) == 2 * 4
+    only_values = plan(apart, table, whole, table, within=replace(made.box, parts=range(1, 2)))
+    assert [batch.source_region for batch in only_values.layer(1)] == [1]
+    assert only_values.bytes == made.bytes // 2
 
 
 def test_ranks_together_fill_the_whole_cache() -> None:

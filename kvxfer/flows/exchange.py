@@ -176,16 +176,19 @@ class Reaching:
 
 
 def _pairs(cache: KVCache, peer: TransferOffer) -> dict[int, list[MemoryKind]]:
-    """Which of the peer's descriptors meet which kinds of memory of ours: each layer moves between its two places."""
+    """Which of the peer's descriptors meet which kinds of memory of ours: each part of a layer moves between its two
+    places.
+    """
     found: dict[int, list[MemoryKind]] = {}
     numbers, their_numbers = cache.layout.geometry.layer_numbers, peer.layout.geometry.layer_numbers
     for number in range(max(numbers.start, their_numbers.start), min(numbers.stop, their_numbers.stop)):
-        ours = cache.layout.placements[number - numbers.start]
-        theirs = peer.layout.placements[number - their_numbers.start]
-        kinds = found.setdefault(theirs.region, [])
-        kind = cache.regions[ours.region].kind
-        if kind not in kinds:
-            kinds.append(kind)
+        ours = cache.layout.placed(number - numbers.start)
+        for theirs in peer.layout.placed(number - their_numbers.start):
+            kinds = found.setdefault(theirs.region, [])
+            for one in ours:
+                kind = cache.regions[one.region].kind
+                if one.parts.start < theirs.parts.stop and theirs.parts.start < one.parts.stop and kind not in kinds:
+                    kinds.append(kind)
     return found
 
 

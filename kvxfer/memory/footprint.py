@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -114,16 +115,18 @@ class Footprint:
         self.blocks = layout.blocks
         self.block_tokens = shape.block_tokens
         self.whole = bool(shape.packing)  # packed tiles are never written in part
-        alike: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
-        for layer, placement in enumerate(layout.placements):
-            space, address = places[placement.region]
-            alike.setdefault((space, layout.strides(layer)), []).append(address + placement.offset)
+        alike: dict[tuple[Hashable, tuple[int, ...], int], list[int]] = {}
+        for placed in chain.from_iterable(map(layout.placed, range(shape.layers))):
+            space, address = places[placed.region]
+            alike.setdefault((space, placed.strides, len(placed.parts)), []).append(address + placed.offset)
         self._key = (
-            (layout.blocks, shape.kv_parts, shape.block_tokens, shape.kv_heads, shape.head_bytes, self.whole),
+            (layout.blocks, shape.block_tokens, shape.kv_heads, shape.head_bytes, self.whole),
             frozenset((of, tuple(sorted(bases))) for of, bases in alike.items()),
         )
         self._hash = hash(self._key)
-        self._groups = tuple(_group(layout, space, strides, bases) for (space, strides), bases in alike.items())
+        self._groups = tuple(
+            _group(layout, space, strides, parts, bases) for (space, strides, parts), bases in alike.items()
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Footprint) and self._hash == other._hash and self._key == other._key
@@ -173,10 +176,12 @@ def _sorted(pieces: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     return begins[order], np.maximum.accumulate(ends[order])
 
 
-def _group(layout: CacheLayout, space: Hashable, strides: tuple[int, ...], bases: list[int]) -> _LayerGroup:
+def _group(
+    layout: CacheLayout, space: Hashable, strides: tuple[int, ...], kv_parts: int, bases: list[int]
+) -> _LayerGroup:
     shape, step = layout.geometry, strides[1] if layout.blocks > 1 else 0
     parts, tokens, heads = zip(
-        (strides[0], strides[2], strides[3]), (shape.kv_parts, shape.block_tokens, shape.kv_heads), strict=True
+        (strides[0], strides[2], strides[3]), (kv_parts, shape.block_tokens, shape.kv_heads), strict=True
     )
     real = [axis for axis in (parts, tokens, heads) if axis[1] > 1]
     inner, unit = _folded([axis for axis in real if not step or axis[0] < step], shape.head_bytes)

@@ -331,7 +331,7 @@ class KVCache:
         found: tuple[Any, ...] = (regions,) if isinstance(regions, Region) else tuple(regions)
         if not isinstance(layout, CacheLayout) or not all(isinstance(region, Region) for region in found):
             raise UsageError("a KVCache is a CacheLayout and one or more Regions", field="regions")
-        highest = max(placement.region for placement in layout.placements)
+        highest = max(layout.region_bytes())
         if highest >= len(found):
             raise GeometryMismatch(
                 "the layout refers to a region that was not given",

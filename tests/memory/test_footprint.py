@@ -81,6 +81,22 @@ async def test_a_cache_whose_layers_share_bytes_is_refused() -> None:
             kvxfer.KVCache(CacheLayout(geometry=shape, blocks=4, placements=(layout.placements[0], half)), region)
 
 
+def test_keys_and_values_that_share_bytes_are_refused() -> None:
+    """Each part with a place of its own; also in two regions that are the same memory."""
+    shape = Geometry(layers=1, kv_heads=1, head_size=8, block_tokens=4, dtype="uint8")  # 32 bytes a block
+
+    def made(offset: int, region: int = 0) -> Footprint:
+        parts = (LayerPlacement(offset=0), LayerPlacement(region=region, offset=offset))
+        return Footprint(CacheLayout(geometry=shape, blocks=4, placements=(parts,)), [(None, 0), (None, 64), (0, 0)])
+
+    made(128).require_apart()
+    made(64, 1).require_apart()
+    made(0, 2).require_apart()
+    for offset, region in ((127, 0), (1, 0), (63, 1)):
+        with pytest.raises(OverlapError):
+            made(offset, region).require_apart()
+
+
 def test_equal_views_of_memory_are_equal() -> None:
     layout, _ = contiguous_layout(Geometry(layers=3, kv_heads=2, head_size=8, block_tokens=4, dtype="uint8"), 8)
     one, other = Footprint(layout, [(None, 64)]), Footprint(layout, [(None, 64)])

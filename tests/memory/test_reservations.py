@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -241,19 +242,33 @@ def draw_layout(rng: random.Random) -> CacheLayout:
     if rng.random() < 0.3:
         rng.shuffle(offsets)
     layout = placed(shape, blocks, *offsets, strides=steps)
-    return layout if max(layout.layer_end(layer) for layer in range(layers)) <= MEMORY_BYTES else draw_layout(rng)
+    if max(layout.layer_end(layer) for layer in range(layers)) > MEMORY_BYTES:
+        return draw_layout(rng)
+    return with_parts_apart(rng, layout) if shape.kv_parts > 1 and rng.random() < 0.3 else layout
+
+
+def with_parts_apart(rng: random.Random, layout: CacheLayout) -> CacheLayout:
+    """The same bytes with a placement for each part, which may have changed places with another one."""
+    steps = layout.strides(0)
+    offsets = [place.offset + part * steps[0] for place in layout.placements for part in range(2)]
+    if rng.random() < 0.5:
+        rng.shuffle(offsets)
+    pairs = zip(offsets[::2], offsets[1::2], strict=True)
+    places = tuple(tuple(LayerPlacement(offset=at, strides=(0, *steps[1:])) for at in pair) for pair in pairs)
+    return CacheLayout(geometry=layout.geometry, blocks=layout.blocks, placements=places)
 
 
 def draw_sibling(rng: random.Random, layout: CacheLayout) -> CacheLayout:
     """What another rank, stage or part would have in the same storage: the same strides, from elsewhere on."""
-    by = rng.choice((1, *(step for step in layout.strides(0) if step)))
+    by = rng.choice((1, *(step for step in layout.placed(0)[0].strides if step)))
     places = [
-        LayerPlacement(offset=place.offset + by, strides=layout.strides(layer))
-        for layer, place in enumerate(layout.placements)
+        tuple(LayerPlacement(offset=one.offset + by, strides=one.strides) for one in layout.placed(layer))
+        for layer in range(layout.geometry.layers)
     ]
     rng.shuffle(places)
-    moved = CacheLayout(geometry=layout.geometry, blocks=layout.blocks, placements=tuple(places))
-    return moved if max(map(moved.layer_end, range(len(places)))) <= MEMORY_BYTES else layout
+    placements = tuple(place[0] if len(place) == 1 else place for place in places)
+    moved = CacheLayout(geometry=layout.geometry, blocks=layout.blocks, placements=placements)
+    return moved if moved.region_bytes()[0] <= MEMORY_BYTES else layout
 
 
 def draw_table(rng: random.Random, layout: CacheLayout) -> BlockTable:
@@ -271,14 +286,13 @@ def bytes_of(layout: CacheLayout, table: BlockTable) -> Iterator[int]:
     slots = range(slot, slot + table.tokens)
     if shape.packing and slots:
         slots = range(-(-slots.stop // size) * size)
-    for layer, place in enumerate(layout.placements):
-        part_step, block_step, token_step, head_step = layout.strides(layer)
-        for at in slots:
-            inside = int(table.blocks[at // size]) * block_step + at % size * token_step
-            for part in range(shape.kv_parts):
-                for head in range(shape.kv_heads):
-                    begin = place.offset + part * part_step + inside + head * head_step
-                    yield from range(begin, begin + shape.head_bytes)
+    for place, part in product(layout.placements, range(shape.kv_parts)):
+        own = place[part] if isinstance(place, tuple) else place
+        part_step, block_step, token_step, head_step = own.strides or shape.dense_strides(layout.blocks)
+        first = own.offset + (0 if isinstance(place, tuple) else part * part_step)
+        for at, head in product(slots, range(shape.kv_heads)):
+            begin = first + int(table.blocks[at // size]) * block_step + at % size * token_step + head * head_step
+            yield from range(begin, begin + shape.head_bytes)
 
 
 class Worlds:

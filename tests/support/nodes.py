@@ -70,7 +70,7 @@ async def read_tokens(cache: KVCache, table: BlockTable, layer: int) -> Any:
 def _tokens(memory: npt.NDArray[np.uint8], cache: KVCache, table: BlockTable, layer: int) -> Any:
     geometry, blocks = cache.layout.geometry, cache.layout.blocks
     shape = (geometry.kv_parts, blocks, geometry.block_tokens, geometry.kv_heads, geometry.head_size)
-    offset = cache.layout.placements[layer].offset
+    offset = cache.layout.placed(layer)[0].offset
     size = int(np.prod(shape)) * 4
     values = memory[offset : offset + size].view(np.float32).reshape(shape)
     picked = values[:, table.blocks].reshape(geometry.kv_parts, -1, geometry.kv_heads, geometry.head_size)

@@ -99,7 +99,7 @@ def content(flow: int, writer: int, tokens: int) -> Bytes:
 def view(array: Bytes, layout: CacheLayout, layer: int) -> Bytes:
     """One layer of a cache: shape (parts, blocks, tokens of a block, width)."""
     shape = (GEOMETRY.kv_parts, layout.blocks, GEOMETRY.block_tokens, WIDTH)
-    offset = layout.placements[layer].offset
+    offset = layout.placed(layer)[0].offset
     return array[offset : offset + int(np.prod(shape))].reshape(shape)
 
 
@@ -128,7 +128,7 @@ async def equip(worker: Worker, client: Client) -> None:
     """A cache and a scratch region for a new worker."""
     layout, length = contiguous_layout(GEOMETRY, BLOCKS)
     region = await client.alloc(length)
-    step = layout.placements[1].offset
+    step = layout.placed(1)[0].offset
     block = GEOMETRY.block_tokens * WIDTH
     cache = KVCache(layout, region)
     worker.extra.update(

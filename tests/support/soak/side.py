@@ -52,8 +52,8 @@ def _by_block(memory: Bytes, cache: KVCache) -> list[Bytes]:
     geometry, blocks = cache.layout.geometry, cache.layout.blocks
     block_bytes = geometry.block_tokens * geometry.kv_heads * geometry.head_size * 4
     found = []
-    for placement in cache.layout.placements:
-        layer = memory[placement.offset :][: geometry.kv_parts * blocks * block_bytes]
+    for (placed,) in map(cache.layout.placed, range(geometry.layers)):
+        layer = memory[placed.offset :][: geometry.kv_parts * blocks * block_bytes]
         found += list(layer.reshape(geometry.kv_parts, blocks, block_bytes))
     return found
 

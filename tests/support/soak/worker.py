@@ -283,11 +283,11 @@ class Worker(Side):
     async def land_b(self, flow: Flow) -> None:
         """Take it over."""
         async with self.client.adopt(flow.name, wait_s=LEASE_S, timeout=self._patience) as landed:
-            placements, geometry = landed.layout.placements, landed.layout.geometry
-            size = geometry.kv_parts * landed.layout.blocks * self._block_bytes()
+            layout, geometry = landed.layout, landed.layout.geometry
+            size = geometry.kv_parts * layout.blocks * self._block_bytes()
             found = [
-                landed.array[placement.offset :][:size].reshape(geometry.kv_parts, -1, self._block_bytes())
-                for placement in placements
+                landed.array[placed.offset :][:size].reshape(geometry.kv_parts, -1, self._block_bytes())
+                for (placed,) in map(layout.placed, range(geometry.layers))
             ]
             wanted = landed.table.blocks
             self._same_request(flow, np.concatenate([layer[:, wanted].reshape(-1) for layer in found]))
