@@ -57,8 +57,8 @@ from kvxfer.native.types import read_counters
 from kvxfer.net.credentials import Credentials, Unconfigured
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.net.listeners import LOCK_NAME, UnixListener, bound_address, check_way_back, listen_tcp
+from kvxfer.rendezvous.postings import BUCKETS_S
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.rendezvous.tally import BUCKETS_S
 from kvxfer.tasks import TaskOwner, in_thread
 from kvxfer.wire.session import VERSIONS, Facts
 

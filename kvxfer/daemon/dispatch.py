@@ -8,13 +8,14 @@ The daemon itself takes part under the name `SELF`, so that its own postings fol
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from kvxfer.config import Config
 from kvxfer.daemon.events import Events
 from kvxfer.daemon.nodes import Nodes
-from kvxfer.daemon.reports import Reports
 from kvxfer.errors import (
     AccessDenied,
     KvxferError,
@@ -28,10 +29,10 @@ from kvxfer.logs import logger
 from kvxfer.net.link import Link, Queues
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.wire import boxes, claims
+from kvxfer.wire import boxes
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
-from kvxfer.wire.faults import error_reply
+from kvxfer.wire.messages import error_reply
 
 SELF = "this daemon"
 
@@ -56,6 +57,60 @@ class Landings(Protocol):
     def give_up(self, link: Link, request: int) -> None: ...
     def drain(self) -> None: ...
     def on_event(self, event: act.Notify) -> None: ...
+
+
+# -- what the workers of this node say of themselves ------------------------------------------------------------------
+# A worker's counts grow with its life, so those of workers that have ended are kept, and sums never fall. Words come
+# from workers: what does not look like one of ours, or would be one too many, is counted as "other".
+
+
+KINDS_MAX = 64  # different (type, reason) that are told apart
+_NAME = re.compile(r"([a-z_]{1,32}) ([a-z_]{1,32})")
+OTHER = ("other", "other")
+
+
+class Reports:
+    """The last report of each linked worker."""
+
+    def __init__(self) -> None:
+        self._live: dict[Link, m.Report] = {}
+        self._ended: Counter[tuple[str, str]] = Counter()
+
+    def take(self, link: Link, report: m.Report) -> None:
+        """In the place of the one before."""
+        self._live[link] = report
+
+    def forget(self, link: Link) -> None:
+        """The worker has ended."""
+        report = self._live.pop(link, None)
+        if report is not None:
+            self._ended = self._sum([report])
+
+    @property
+    def unready(self) -> list[str]:
+        """Which workers cannot work, and why."""
+        return sorted(f"{link.name}: {report.unready}" for link, report in self._live.items() if report.unready)
+
+    @property
+    def ignoring_fingerprints(self) -> int:
+        """Workers that move caches of different models."""
+        return sum(report.ignore_fingerprint for report in self._live.values())
+
+    def unexpected(self) -> Iterator[tuple[str, str, int]]:
+        """(type, reason, how often) of notices that fitted nothing, of all workers that there ever were."""
+        for (kind, reason), number in self._sum(list(self._live.values())).items():
+            yield kind, reason, number
+
+    def _sum(self, reports: list[m.Report]) -> Counter[tuple[str, str]]:
+        total = Counter(self._ended)
+        for report in reports:
+            for name, number in report.unexpected.items():
+                found = _NAME.fullmatch(name)
+                key = (found[1], found[2]) if found else OTHER
+                known = key in total or len(total) < KINDS_MAX
+                if isinstance(number, int) and number > 0:
+                    total[key if known else OTHER] += number
+        return total
 
 
 class Dispatcher:
@@ -469,7 +524,7 @@ def _message(action: act.Action) -> Message:
         case act.SettleElsewhere():
             return m.Settle(posting=action.posting, claim=action.claim, outcome=action.outcome, code=action.code)
         case act.Confirm():
-            return m.Confirm(session=action.session, claims=claims.pack(action.claims))
+            return m.Confirm(session=action.session, claims=m.pack_claims(action.claims))
 
 
 _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {

@@ -30,7 +30,7 @@ from kvxfer.errors import (
 from kvxfer.logs import logger
 from kvxfer.net.dial import candidates
 from kvxfer.net.link import Link
-from kvxfer.rendezvous.tally import Durations
+from kvxfer.rendezvous.postings import Durations
 from kvxfer.tasks import CONNECTING, Deadline, TaskOwner
 
 BREAKER_FAILURES = 3  # in a row, before the breaker opens

@@ -25,7 +25,6 @@ from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
 from kvxfer.rendezvous.shares import Shares
 from kvxfer.tasks import TaskOwner
-from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
@@ -179,17 +178,17 @@ class Confirmations:
         link = action.link
         if not isinstance(link, Link) or not link.speaks(m.Confirm):
             return
-        for some in claims.in_messages(action.claims):
+        for some in m.claims_in_messages(action.claims):
             with contextlib.suppress(ClosedError):  # this daemon ends, and its postings with it
                 self._owner.spawn(self._ask(link, replace(action, claims=tuple(some))), "confirm claims")
 
     async def _ask(self, link: Link, action: act.Confirm) -> None:
-        message = m.Confirm(session=action.session, claims=claims.pack(action.claims))
+        message = m.Confirm(session=action.session, claims=m.pack_claims(action.claims))
         try:
             reply = await link.request(message, timeout=self._config.lease_s)
             if not isinstance(reply, m.Done):
                 raise ProtocolError("a question about claims was answered with something else")
-            unknown = set(claims.unpack(reply.value)).intersection(action.claims)
+            unknown = set(m.unpack_claims(reply.value)).intersection(action.claims)
         except KvxferError as failure:  # asked again when the claims change hands the next time
             log.debug("%s: %d claims are not confirmed: %s", link.name, len(action.claims), failure)
             return
@@ -199,7 +198,7 @@ class Confirmations:
 
     def answer(self, link: Link, message: m.Confirm) -> asyncio.Task[None]:
         """The task that answers. Raises `ProtocolError` for a question that makes no sense, `TooManyPending`."""
-        count, node_id = claims.count(message.claims), link.peer.node_id
+        count, node_id = m.count_claims(message.claims), link.peer.node_id
         if message.session == link.session:
             raise ProtocolError("the connection that is asked about has not ended: the question came over it")
         node, asked = self._asked.get(message.session, ("", 0))
@@ -220,9 +219,9 @@ class Confirmations:
         await self._end_of(message.session, node_id)
         try:
             async with self._one:
-                for some in claims.in_slices(message.claims, SLICE):
-                    unknown = self._dispatcher.registry.unknown_to_us(node_id, claims.unpack(some))
-                    never += claims.pack(claim for claim in unknown if not self._settling(claim))
+                for some in m.claims_in_slices(message.claims, SLICE):
+                    unknown = self._dispatcher.registry.unknown_to_us(node_id, m.unpack_claims(some))
+                    never += m.pack_claims(claim for claim in unknown if not self._settling(claim))
                     await asyncio.sleep(0)  # others have their turn
         except ProtocolError as wrong:
             self._dispatcher.refuse(link, message.rid, wrong)

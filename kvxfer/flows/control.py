@@ -35,8 +35,7 @@ from kvxfer.tasks import ANSWER, CONNECTING, Deadline, TaskOwner, shared
 from kvxfer.wire import messages as m
 from kvxfer.wire.boxes import pack, unpack
 from kvxfer.wire.codec import Message
-from kvxfer.wire.faults import exception_of
-from kvxfer.wire.messages import DETAILS_MAX, Report
+from kvxfer.wire.messages import DETAILS_MAX, Report, exception_of
 
 # -- settlements that the daemon has not confirmed: what is said again to the next one ---------------------------------
 # The idea: a daemon that was told how a claim ended may end itself before it could pass that on to another node, and

@@ -44,8 +44,8 @@ from kvxfer.rendezvous.shares import Shares, is_greedy
 from kvxfer.tasks import ANSWER, CONNECTING
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
-from kvxfer.wire.faults import exception_of, refusal
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
+from kvxfer.wire.messages import exception_of, refusal
 from kvxfer.wire.session import Closed, Deliver, Established, Facts, Session, Step
 
 # -- what lies on all control connections of a process, bounded together: what waits to be sent, and what has been -----

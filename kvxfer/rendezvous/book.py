@@ -31,9 +31,12 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Link, Notify, Posted, Refused
 from kvxfer.rendezvous.postings import (
     AGAIN_WAIT_S,
+    AIMS,
+    COMMITTED,
     COPIES_S,
     FOUND_BY_KEY,
     SINGLE_USE,
+    WITHDRAWN,
     ClaimEntry,
     ClaimKey,
     Ended,
@@ -41,6 +44,8 @@ from kvxfer.rendezvous.postings import (
     Line,
     Party,
     Posting,
+    Tally,
+    Timeline,
     WaitingClaim,
     WaitingRoom,
     check_boxes,
@@ -52,8 +57,6 @@ from kvxfer.rendezvous.postings import (
     used_up,
 )
 from kvxfer.rendezvous.shares import Shares, is_greedy
-from kvxfer.rendezvous.tally import AIMS, COMMITTED, WITHDRAWN, Tally
-from kvxfer.rendezvous.timeline import Timeline
 
 DETAIL_CHARS_MAX = 1000
 DRAINED = "the daemon was told to stop, and its time to drain is over"

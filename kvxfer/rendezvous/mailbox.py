@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvxfer.config import CHANNEL_CHARS_MAX, Config
 from kvxfer.errors import BusyError, TooLarge, TooManyPending, UsageError
 from kvxfer.rendezvous.actions import Deliver, Link
+from kvxfer.rendezvous.postings import Timeline
 from kvxfer.rendezvous.shares import is_greedy
-from kvxfer.rendezvous.timeline import Timeline
 
 MESSAGE_OVERHEAD_BYTES = 64
 Place = tuple[str, str]  # (namespace, channel)

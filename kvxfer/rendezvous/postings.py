@@ -7,13 +7,16 @@ says what there is.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
 from kvxfer.coverage import Box, clip, common_elements, overlap_itself
 from kvxfer.errors import (
+    BY_CODE,
     BusyError,
     GeometryMismatch,
     KvxferError,
@@ -25,7 +28,7 @@ from kvxfer.errors import (
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.rendezvous.actions import Link
+from kvxfer.rendezvous.actions import Link, Notify
 from kvxfer.rendezvous.shares import Shares
 
 KINDS = ("offer", "ticket", "region", "landing")
@@ -400,3 +403,201 @@ def check_posting(kind: str, key: str, body: bytes, claims_max: int) -> None:
         raise UsageError(f"bad number of claims for a posting of kind {kind}", claims_max=claims_max)
     if len(body) > POSTING_BODY_BYTES_MAX:
         raise TooLarge("the posting's body is too large", bytes=len(body), bytes_max=POSTING_BODY_BYTES_MAX)
+
+
+# -- claims of our workers at other nodes -----------------------------------------------------------------------------
+# A claim is named by (node, posting, number), so that events about it find their worker. Posting ids are random, but
+# whoever has seen one may answer with it; what one node says is never about a claim at another.
+
+
+class RemoteClaims:
+    """All routes of one daemon. Nothing here has a deadline: a route ends with its claim or with its worker."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, dict[ClaimKey, RemoteClaim]] = {}
+        self._nodes: Counter[ClaimKey] = Counter()  # at how many nodes there is a claim with this name
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def get(self, node_id: str, key: ClaimKey) -> RemoteClaim | None:
+        """Our claim with this name at that node."""
+        return self._by_node.get(node_id, {}).get(key)
+
+    def known(self, key: ClaimKey) -> bool:
+        """Some worker has a claim with this name, at some node."""
+        return key in self._nodes
+
+    def all(self) -> list[RemoteClaim]:
+        return [route for of_node in self._by_node.values() for route in of_node.values()]
+
+    def live_to(self, node_id: str) -> int:
+        """Claims on postings of this node."""
+        return len(self._by_node.get(node_id, ()))
+
+    def conflict(self, party: Party, node_id: str, key: ClaimKey) -> bool:
+        """Whether a node has granted what it cannot: another worker's claim, or one with the name that this worker's
+        claim at another node has. A worker tells its claims apart by posting and number alone.
+        """
+        old, own = self.get(node_id, key), party.routes.get(key)
+        return (old is not None and old.party is not party) or (own is not None and own.node_id != node_id)
+
+    def add(self, party: Party, node_id: str, key: ClaimKey, rid: int = 0) -> RemoteClaim:
+        """Remember a claim that is in no `conflict`; the same claim again replaces the earlier route."""
+        old = self.get(node_id, key)
+        if old is not None:
+            self.drop(old)
+        route = RemoteClaim(key, node_id, party, rid)
+        party.routes[key] = route
+        party.asked(rid, route)
+        self._by_node.setdefault(node_id, {})[key] = route
+        self._nodes[key] += 1
+        self._count += 1
+        return route
+
+    def drop(self, route: RemoteClaim) -> None:
+        del route.party.routes[route.key]
+        route.party.forget_request(route)
+        of_node = self._by_node[route.node_id]
+        del of_node[route.key]
+        if not of_node:
+            del self._by_node[route.node_id]
+        self._count -= 1
+        self._nodes[route.key] -= 1
+        if not self._nodes[route.key]:
+            del self._nodes[route.key]
+
+    def orphan(self, node_id: str) -> list[Notify]:
+        """The node is out of reach; its claims stay, since the data path may still work."""
+        return [
+            Notify(link=route.party.link, posting=route.key[0], claim=route.key[1], what="orphaned", code="peer_lost")
+            for route in self._by_node.get(node_id, {}).values()
+        ]
+
+    def check(self) -> None:
+        """Assert internal consistency."""
+        for node_id, of_node in self._by_node.items():
+            assert of_node
+            for key, route in of_node.items():
+                assert (route.node_id, route.key) == (node_id, key)
+                assert route.party.routes[key] is route
+        assert sum(map(len, self._by_node.values())) == self._count == self._nodes.total()
+        assert all(self._nodes.values())
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+# A heap that forgets lazily: setting a deadline only pushes; an entry in the heap counts when it is still the current
+# one of its key. When stale entries outnumber live ones the heap is rebuilt, so its size stays proportional to the
+# number of keys however often a lease is renewed.
+
+
+K = TypeVar("K", bound=Hashable)
+_STALE_MIN = 64
+
+
+class Timeline(Generic[K]):
+    """At most one deadline per key. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self) -> None:
+        self._current: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def set(self, key: K, at: float) -> None:
+        """Give `key` the deadline `at`, instead of any earlier one."""
+        self._sequence += 1
+        self._current[key] = (at, self._sequence)
+        heapq.heappush(self._heap, (at, self._sequence, key))
+        if len(self._heap) > 2 * len(self._current) + _STALE_MIN:
+            self._heap = [(at, sequence, key) for key, (at, sequence) in self._current.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: K) -> None:
+        """Forget the deadline of `key`, if it has one."""
+        self._current.pop(key, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        self._skip_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> list[K]:
+        """Remove and return the keys whose deadline has come, earliest first, equal ones in the order of setting."""
+        due = []
+        while (at := self.next()) is not None and at <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._current[key]
+            due.append(key)
+        return due
+
+    def _skip_stale(self) -> None:
+        while self._heap:
+            at, sequence, key = self._heap[0]
+            if self._current.get(key) == (at, sequence):
+                return
+            heapq.heappop(self._heap)
+
+
+# -- how claims ended and how long they lived -------------------------------------------------------------------------
+# The numbers behind alerts on failed transfers: every push and every pull is one claim, and the owner's daemon sees
+# each claim end exactly once, whatever happens to workers, links and nodes. So it counts there, for the whole cluster,
+# and the data path pays nothing. Reasons are codes of our own errors and a few words, never what a peer made up.
+
+
+BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # the last one is open
+DONE, WITHDRAWN, OTHER = "done", "withdrawn", "other"
+# Why an owner withdraws what has reached its aim, perhaps before it hears the same from the claimant.
+COMMITTED = "committed"  # why an owner withdraws an offer that has reached its aim
+AIMS = frozenset({COMMITTED, "released"})
+
+
+@dataclass(slots=True)
+class Durations:
+    """Seconds in buckets; ``counts`` has one more than `BUCKETS_S`."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[sum(bound < seconds for bound in BUCKETS_S)] += 1
+        self.sum_s += seconds
+
+
+class Tally:
+    """Ended claims by kind of posting and reason, and their durations by kind."""
+
+    def __init__(self) -> None:
+        self._ended: dict[tuple[str, str], int] = {}
+        self._durations: dict[str, Durations] = {}
+        self._refused: dict[tuple[str, str], int] = {}
+
+    @property
+    def ended(self) -> Mapping[tuple[str, str], int]:
+        """(kind, reason) -> how many. Reasons: `done`, `withdrawn`, an error's code, `other`."""
+        return self._ended
+
+    @property
+    def durations(self) -> Mapping[str, Durations]:
+        """By kind, from the claim to its end."""
+        return self._durations
+
+    @property
+    def refused(self) -> Mapping[tuple[str, str], int]:
+        """(kind, error's code) -> claims that never began. A read after its lease is (ticket, lease_expired)."""
+        return self._refused
+
+    def refuse(self, kind: str, code: str) -> None:
+        """A claim was refused at once."""
+        key = (kind if kind in KINDS else OTHER, code if code in BY_CODE else OTHER)
+        self._refused[key] = self._refused.get(key, 0) + 1
+
+    def add(self, kind: str, reason: str, seconds: float) -> None:
+        """One claim has ended."""
+        word = DONE if reason in AIMS else reason
+        known = word if word in BY_CODE or word in (DONE, WITHDRAWN) else OTHER
+        self._ended[kind, known] = self._ended.get((kind, known), 0) + 1
+        self._durations.setdefault(kind, Durations()).add(max(0.0, seconds))

@@ -4,7 +4,7 @@ The idea: a pure state machine. Methods take the time and the facts of one messa
 order; nothing here waits, sends or reads a clock. Each request is answered by exactly one action with its `rid`, at
 once or when its wait ends, and a refusal is an action like any other: no message makes a method raise. Whatever ends
 (a posting, a claim, a link) is told to everybody who depends on it, once. `book.py` matches postings and claims,
-`routes.py` and `mailbox.py` hold the rest; this file knows the links and keeps the parts together.
+`postings.py` and `mailbox.py` hold the rest; this file knows the links and keeps the parts together.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import MailboxStore
-from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim
-from kvxfer.rendezvous.routes import RemoteClaims
+from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim, RemoteClaims, Tally
 from kvxfer.rendezvous.shares import is_greedy
-from kvxfer.rendezvous.tally import Tally
 
 OUTCOMES = ("done", "failed", "cancelled")
 ROUTE_ENDS = ("withdrawn", "expired", "lost")

@@ -1,15 +1,16 @@
 """Every message of the control plane: its number, its fields and their bounds.
 
-Declarations alone; how they are checked, encoded and decoded stands in `codec`. Numbers and field names never change.
-What a version of the protocol added says so: a message by ``since``, a field of an older message by `Since`. All else
-is of version 1, and every peer knows it. A message is sent to those alone who speak its version (`Session.speaks`);
-fields that are unknown to a receiver are ignored, so a later field may only say what can be left out, or has to be
-looked at in the handshake (`unread`).
+Declarations, and what turns errors and lists of claims into fields; how messages are checked, encoded and decoded
+stands in `codec`. Numbers and field names never change. What a version of the protocol added says so: a message by
+``since``, a field of an older message by `Since`. All else is of version 1, and every peer knows it. A message is sent
+to those alone who speak its version (`Session.speaks`); fields that are unknown to a receiver are ignored, so a later
+field may only say what can be left out, or has to be looked at in the handshake (`unread`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -22,14 +23,28 @@ from kvxfer.config import (
     POSTING_BODY_BYTES_MAX,
 )
 from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
-from kvxfer.errors import Field
+from kvxfer.errors import Field, InternalError, KvxferError, ProtocolError, from_code
+from kvxfer.wire.codec import (
+    I64_MIN,
+    U64_MAX,
+    Blob,
+    Flag,
+    Hex,
+    OneOf,
+    Prose,
+    Scalars,
+    Seconds,
+    Since,
+    Text,
+    TextList,
+    UInt,
+    numbered,
+)
 from kvxfer.wire.codec import MESSAGES as MESSAGES
 from kvxfer.wire.codec import Message as Message
-from kvxfer.wire.codec import Since, numbered
 from kvxfer.wire.codec import Unknown as Unknown
 from kvxfer.wire.codec import decode as decode
 from kvxfer.wire.codec import encode as encode
-from kvxfer.wire.fields import Blob, Flag, Hex, OneOf, Prose, Scalars, Seconds, Text, TextList, UInt
 
 VERSION_MAX = 65535
 FEATURES_MAX, FEATURE_CHARS_MAX = 32, 64
@@ -328,7 +343,7 @@ class GiveUp(Message):
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Confirm(Message):
     """Owner: these claims were granted to you over the connection ``session``, which has ended. The `Done` that answers
-    it holds those that you neither use nor are about to settle. Claims as in `wire.claims`.
+    it holds those that you neither use nor are about to settle. Claims as `pack_claims` writes them.
     """
 
     rid: Rid = 0
@@ -447,3 +462,106 @@ class EchoReply(Message):
     rid: Rid = 0
     data: EchoData = b""
     via: Annotated[str, Text(ENDPOINT_CHARS_MAX), Since(2)] = ""
+
+
+# -- lists of claims as bytes: for each the posting (16 bytes) and the claim's number (4 bytes, big-endian) -----------
+
+
+ClaimKey = tuple[str, int]
+POSTING_BYTES = 16
+CLAIM_BYTES = POSTING_BYTES + 4
+CLAIMS_MAX = CONFIRM_BYTES_MAX // CLAIM_BYTES  # in one message
+
+
+def pack_claims(claims: Iterable[ClaimKey]) -> bytes:
+    """One after the other."""
+    return b"".join(bytes.fromhex(posting) + number.to_bytes(4, "big") for posting, number in claims)
+
+
+def count_claims(data: bytes) -> int:
+    """How many there are, without looking at them. Raises `ProtocolError` for what is no such list."""
+    if len(data) % CLAIM_BYTES:
+        raise ProtocolError("a list of claims ends in the middle of one", bytes=len(data))
+    return len(data) // CLAIM_BYTES
+
+
+def claims_in_slices(data: bytes, length: int) -> Iterator[bytes]:
+    """The same list in parts of ``length`` claims."""
+    for first in range(0, len(data), length * CLAIM_BYTES):
+        yield data[first : first + length * CLAIM_BYTES]
+
+
+def unpack_claims(data: bytes) -> list[ClaimKey]:
+    """Raises `ProtocolError` for what is no such list."""
+    count_claims(data)
+    found = []
+    for first in range(0, len(data), CLAIM_BYTES):
+        middle = first + POSTING_BYTES
+        found.append((data[first:middle].hex(), int.from_bytes(data[middle : first + CLAIM_BYTES], "big")))
+    if any(number > CLAIM_NUMBER_MAX for _, number in found):
+        raise ProtocolError("a claim has a number that no claim can have", limit=CLAIM_NUMBER_MAX)
+    return found
+
+
+def claims_in_messages(claims: Sequence[ClaimKey]) -> Iterator[Sequence[ClaimKey]]:
+    """In parts that fit into one message each."""
+    for first in range(0, len(claims), CLAIMS_MAX):
+        yield claims[first : first + CLAIMS_MAX]
+
+
+# -- errors that cross the wire: the one place where an exception becomes a message, and a message an exception -------
+# A peer's text and fields are data: they are bounded by the message's own limits, cannot replace what this side knows
+# (who the peer is, which operation it was), and a code that is unknown here still becomes an error that carries it.
+
+
+# Names that this side fills in itself, or that are parameters of an error's constructor.
+_OURS = frozenset(("self", "code", "message", "unknown_code", "op_id", "peer", "status", "retryable"))
+_TEXTS = ("hint", "transport")
+
+
+def error_reply(error: BaseException, rid: int = 0) -> Error:
+    """The message for an exception. What is not one of kvxfer's own says its type alone: its text may hold anything."""
+    known = _known(error)
+    return Error(rid=rid, code=known.code, message=known.message, fields=_details(known), retryable=known.retryable)
+
+
+def refusal(error: BaseException) -> Refuse:
+    """The same, for a handshake that ends here."""
+    known = _known(error)
+    return Refuse(code=known.code, message=known.message, fields=_details(known))
+
+
+def exception_of(message: Error | Refuse) -> KvxferError:
+    """The typed error that a peer's message names; the root class, with the code in its fields, for an unknown code."""
+    fields: dict[str, Field] = {
+        name: value
+        for name, value in message.fields.items()
+        if name not in _OURS and (name not in _TEXTS or isinstance(value, str))
+    }
+    text = message.message or message.code
+    if isinstance(message, Refuse):
+        return from_code(message.code, f"the other side refused the connection: {text}", **fields)
+    error = from_code(message.code, text, **fields)
+    error.retryable = message.retryable
+    return error
+
+
+def _known(error: BaseException) -> KvxferError:
+    return error if isinstance(error, KvxferError) else InternalError(f"internal error: {type(error).__name__}")
+
+
+def _details(error: KvxferError) -> dict[str, Field]:
+    texts = {name: getattr(error, name) for name in _TEXTS}
+    every = {**{name: text for name, text in texts.items() if text is not None}, **error.fields}
+    return {name[:DETAIL_NAME_CHARS_MAX]: _bounded(value) for name, value in list(every.items())[:DETAILS_MAX]}
+
+
+def _bounded(value: object) -> Field:
+    """A value that the message accepts: what does not fit becomes text."""
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int and I64_MIN <= value <= U64_MAX:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    return str(value)[:DETAIL_CHARS_MAX]

@@ -15,6 +15,7 @@ arrives is a sign of life, and silence after a probe means that the peer is lost
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -36,17 +37,75 @@ from kvxfer.net.credentials import NodeKeys
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.codec import unread
-from kvxfer.wire.faults import error_reply, exception_of, refusal
-from kvxfer.wire.tables import DEADLINES as DEADLINES
-from kvxfer.wire.tables import HANDSHAKE as HANDSHAKE
-from kvxfer.wire.tables import MAY_SEND as MAY_SEND
-from kvxfer.wire.tables import TRANSITIONS as TRANSITIONS
-from kvxfer.wire.tables import MessageType
-from kvxfer.wire.tables import State as State
+from kvxfer.wire.messages import error_reply, exception_of, refusal
 
 VERSIONS = (1, 2)  # the oldest and the newest protocol version that this code speaks
 FEATURES: tuple[str, ...] = ()
 LATE_PROBES_MAX = 2  # times that a probe is repeated because this side slept through its deadline
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    HELLO_SENT = "waiting for Welcome"
+    PROOF_SENT = "waiting for Ready"
+    ACCEPTED = "waiting for Hello"
+    WELCOMED = "waiting for Proof"
+    OPEN = "open"
+    PROBING = "waiting for a sign of life"
+    CLOSED = "closed"
+
+
+MessageType = type[m.Message]
+_EITHER: frozenset[MessageType] = frozenset((m.Ping, m.Pong, m.Goodbye, m.Error))
+_ANSWERS: frozenset[MessageType] = frozenset((m.Done, m.Posted, m.Claimed, m.StatusReply, m.EchoReply))
+_TOOL_ASKS: frozenset[MessageType] = frozenset((m.Claim, m.GiveUp, m.Settle, m.Status, m.Echo))
+_PEER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {m.PostingEvent, m.Mail, m.Land, m.Confirm}
+_WORKER_ASKS: frozenset[MessageType] = _TOOL_ASKS | {
+    *(m.Post, m.Renew, m.Withdraw, m.Mail, m.Listen, m.Unlisten, m.Land, m.Report),
+}
+
+# Which messages may follow the handshake, by the link's role (the dialler's) and by who sends them.
+MAY_SEND: Mapping[tuple[str, Side], frozenset[MessageType]] = {
+    ("worker", "dialler"): _EITHER | _WORKER_ASKS,
+    ("worker", "acceptor"): _EITHER | _ANSWERS | {m.PostingEvent, m.Delivery},
+    ("peer", "dialler"): _EITHER | _PEER_ASKS | (_ANSWERS - {m.Posted}),
+    ("peer", "acceptor"): _EITHER | _PEER_ASKS | (_ANSWERS - {m.Posted}),
+    ("tool", "dialler"): _EITHER | _TOOL_ASKS,
+    ("tool", "acceptor"): _EITHER | (_ANSWERS - {m.Posted}) | {m.PostingEvent},
+}
+
+_ANY: frozenset[MessageType] = frozenset().union(*MAY_SEND.values())
+
+HANDSHAKE = frozenset((State.HELLO_SENT, State.PROOF_SENT, State.ACCEPTED, State.WELCOMED))
+
+TRANSITIONS: Mapping[tuple[State, MessageType], State] = {
+    (State.HELLO_SENT, m.Welcome): State.PROOF_SENT,
+    (State.HELLO_SENT, m.Refuse): State.CLOSED,
+    (State.PROOF_SENT, m.Ready): State.OPEN,
+    (State.PROOF_SENT, m.Refuse): State.CLOSED,
+    (State.ACCEPTED, m.Hello): State.WELCOMED,
+    (State.WELCOMED, m.Proof): State.OPEN,
+    (State.WELCOMED, m.Refuse): State.CLOSED,
+    **{
+        (state, kind): State.OPEN
+        for state in (State.OPEN, State.PROBING)
+        for kind in frozenset().union(*MAY_SEND.values())
+    },
+}
+
+# The limit that ends a stay in each state. The handshake has one limit for all of its steps together.
+DEADLINES: Mapping[State, str] = {
+    State.HELLO_SENT: "handshake_s",
+    State.PROOF_SENT: "handshake_s",
+    State.ACCEPTED: "handshake_s",
+    State.WELCOMED: "handshake_s",
+    State.OPEN: "keepalive_s",  # while something live depends on the peer: keepalive_live_s
+    State.PROBING: "dead_s",
+}
 
 
 # -- what goes in and comes out ---------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from examples.child_processes import daemon, python_process
 from kvxfer.config import Config
 from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import Link, LinkFacts
-from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
 from tests.adversity.attacker import Intruder, intrude, parse
@@ -53,8 +52,8 @@ def _waits(number: int) -> Iterator[bytes]:
 
 
 def _confirms(_: int) -> Iterator[bytes]:
-    many = os.urandom(claims.POSTING_BYTES) + b"\0\0\0\1"
-    question = encode(m.Confirm(rid=7, session="0" * 32, claims=many * claims.CLAIMS_MAX))
+    many = os.urandom(m.POSTING_BYTES) + b"\0\0\0\1"
+    question = encode(m.Confirm(rid=7, session="0" * 32, claims=many * m.CLAIMS_MAX))
     while True:
         yield question
 

@@ -13,7 +13,6 @@ from kvxfer.daemon.settling import SLICE
 from kvxfer.errors import KvxferError, ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.server import Server
-from kvxfer.wire import claims
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from kvxfer.wire.session import Session
@@ -126,12 +125,12 @@ async def test_the_old_connection_ends_before_anything_is_denied() -> None:
         other = await here._dial(there.addresses, there.node_id)
         asked = asyncio.ensure_future(
             next(link for link in there.peers.links if link.session == other.session).request(
-                m.Confirm(session=old.session, claims=claims.pack([("a" * 32, 1)])), timeout=5
+                m.Confirm(session=old.session, claims=m.pack_claims([("a" * 32, 1)])), timeout=5
             )
         )
         reply = await asked
         assert isinstance(reply, m.Done)
-        assert claims.unpack(reply.value) == [("a" * 32, 1)]
+        assert m.unpack_claims(reply.value) == [("a" * 32, 1)]
         assert old.closed.done()
         assert not other.closed.done()
 
@@ -157,21 +156,21 @@ async def test_claims_that_were_never_asked_for_are_not_looked_up(monkeypatch: p
         links = {link.peer.node_id: link for link in (*there.peers.links, *third.peers.links)}
         other = await here._dial(there.addresses, there.node_id)
         asking = next(link for link in there.peers.links if link.session == other.session)
-        monkeypatch.setattr(claims, "unpack", None)
+        monkeypatch.setattr(m, "unpack_claims", None)
         for link, session, wanted in (
             (asking, old.session, 2),
             (asking, "0" * 32, 1),
             (asking, other.session, 1),
             (next(iter(third.peers.links)), old.session, 1),
         ):
-            many = claims.pack([(claimed.posting, 1)] * wanted)
+            many = m.pack_claims([(claimed.posting, 1)] * wanted)
             with pytest.raises(ProtocolError):
                 await link.request(m.Confirm(session=session, claims=many), timeout=5)
         monkeypatch.undo()
         assert links
         assert not old.closed.done()
         reply = await asking.request(
-            m.Confirm(session=old.session, claims=claims.pack([(claimed.posting, 1)])), timeout=5 * slack()
+            m.Confirm(session=old.session, claims=m.pack_claims([(claimed.posting, 1)])), timeout=5 * slack()
         )
         assert isinstance(reply, m.Done)
         assert reply.value == b"", "it is known"
@@ -182,7 +181,7 @@ async def test_a_long_question_is_answered_in_slices_and_questions_that_wait_are
         await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
         [old] = here.pool.links
         confirmations, looked = here.forwarder._confirmations, list[int]()
-        for _ in range(claims.CLAIMS_MAX):
+        for _ in range(m.CLAIMS_MAX):
             confirmations.asks(old)
         known = here.registry.unknown_to_us
 
@@ -193,11 +192,11 @@ async def test_a_long_question_is_answered_in_slices_and_questions_that_wait_are
         here.registry.unknown_to_us = watched  # type: ignore[method-assign]
         other = await here._dial(there.addresses, there.node_id)
         asking = next(link for link in there.peers.links if link.session == other.session)
-        every = [("a" * 32, number) for number in range(1, claims.CLAIMS_MAX + 1)]
-        question = m.Confirm(session=old.session, claims=claims.pack(every))
+        every = [("a" * 32, number) for number in range(1, m.CLAIMS_MAX + 1)]
+        question = m.Confirm(session=old.session, claims=m.pack_claims(every))
         reply = await asking.request(question, timeout=5 * slack())
         assert isinstance(reply, m.Done)
-        assert claims.unpack(reply.value) == every
+        assert m.unpack_claims(reply.value) == every
         assert max(looked) == SLICE
         assert confirmations._questions.total == 0
         confirmations._questions.limit = len(question.claims)

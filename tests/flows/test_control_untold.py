@@ -7,7 +7,7 @@ import pytest
 from kvxfer.errors import BusyError, ClosedError, KvxferError, PeerUnreachable, TransferTimeout, UnknownTransfer
 from kvxfer.flows.control import Untold
 from kvxfer.wire import messages as m
-from kvxfer.wire.faults import error_reply
+from kvxfer.wire.messages import error_reply
 
 
 class Clock:

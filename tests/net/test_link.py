@@ -36,8 +36,8 @@ from kvxfer.net.credentials import Credentials
 from kvxfer.net.link import MESSAGES_PER_TURN, Link, LinkFacts
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
-from kvxfer.wire.faults import error_reply
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
+from kvxfer.wire.messages import error_reply
 from tests.conftest import slack
 from tests.nodes import Inbox, fast, small, until
 

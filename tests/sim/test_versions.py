@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import VersionMismatch
-from kvxfer.rendezvous.postings import Party
-from kvxfer.rendezvous.routes import RemoteClaims
+from kvxfer.rendezvous.postings import Party, RemoteClaims
 from kvxfer.tasks import Deadline
 from kvxfer.wire.session import VERSIONS
 from tests.support.sim.grants import UNKNOWN_S

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvxfer.wire.messages import MESSAGES
-from kvxfer.wire.tables import DEADLINES, MAY_SEND, TRANSITIONS, State
+from kvxfer.wire.session import DEADLINES, MAY_SEND, TRANSITIONS, State
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "wire-format.md"
 WIRE_NAMES = {"PostingEvent": "Event"}

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from kvxfer.wire.fields import U64_MAX, Blob, Flag, Hex, Kind, OneOf, Prose, Scalars, Seconds, Text, TextList, UInt
+from kvxfer.wire.codec import U64_MAX, Blob, Flag, Hex, Kind, OneOf, Prose, Scalars, Seconds, Text, TextList, UInt
 from kvxfer.wire.messages import MESSAGES, Message
 
 NAN, INFINITY = float("nan"), float("inf")

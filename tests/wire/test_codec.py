@@ -10,8 +10,22 @@ import pytest
 from hypothesis import given, settings
 
 from kvxfer.errors import ProtocolError, TooLarge, UsageError
-from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, Message, Since, Unknown, decode, encode, numbered
-from kvxfer.wire.fields import Blob, Flag, Hex, Oversize, Prose, UInt
+from kvxfer.wire.codec import (
+    LENGTH_BYTES,
+    MESSAGES,
+    Blob,
+    Flag,
+    Hex,
+    Message,
+    Oversize,
+    Prose,
+    Since,
+    UInt,
+    Unknown,
+    decode,
+    encode,
+    numbered,
+)
 from kvxfer.wire.messages import Claim, Error, Hello, Mail, Ping, Posted, Refuse, Settle
 from tests.conftest import slack
 from tests.wire import golden

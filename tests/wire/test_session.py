@@ -25,8 +25,19 @@ from kvxfer.errors import (
 )
 from kvxfer.wire import messages as m
 from kvxfer.wire.auth import prove
-from kvxfer.wire.session import VERSIONS, Closed, Deliver, Established, Facts, Session, Step
-from kvxfer.wire.tables import HANDSHAKE, MAY_SEND, TRANSITIONS, State
+from kvxfer.wire.session import (
+    HANDSHAKE,
+    MAY_SEND,
+    TRANSITIONS,
+    VERSIONS,
+    Closed,
+    Deliver,
+    Established,
+    Facts,
+    Session,
+    State,
+    Step,
+)
 from tests.wire import golden
 from tests.wire.samples import full
 

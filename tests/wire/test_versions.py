@@ -10,8 +10,7 @@ import pytest
 from kvxfer.errors import KvxferError, UnknownMessage, VersionMismatch
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, Unknown, decode, encode, unread
-from kvxfer.wire.session import VERSIONS, Closed, Session, Step
-from kvxfer.wire.tables import HANDSHAKE, MAY_SEND, State
+from kvxfer.wire.session import HANDSHAKE, MAY_SEND, VERSIONS, Closed, Session, State, Step
 from tests.wire.samples import full
 from tests.wire.test_session import ACCEPTOR, DIALLER, SECRET, Pair, acceptor, dialler, in_state
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.rendezvous.book import Book
+from kvxfer.rendezvous.postings import RemoteClaims
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.rendezvous.routes import RemoteClaims
 from kvxfer.wire.codec import Message
 from kvxfer.wire.messages import Confirm
 from tests.support.sim.loop import current

@@ -6,7 +6,7 @@ import dataclasses
 
 from kvxfer.config import Config
 from kvxfer.wire import messages as m
-from kvxfer.wire.tables import DEADLINES, HANDSHAKE, MAY_SEND, TRANSITIONS, State
+from kvxfer.wire.session import DEADLINES, HANDSHAKE, MAY_SEND, TRANSITIONS, State
 
 SHAKING = {m.Hello, m.Welcome, m.Proof, m.Ready, m.Refuse}
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.rendezvous.tally import BUCKETS_S, Tally
+from kvxfer.rendezvous.postings import BUCKETS_S, Tally
 from kvxfer.wire import messages as m
 from tests.daemon.test_metrics import parse, scrape, value
 from tests.nodes import Worker, node, until, worker

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvxfer.wire.fields import (
+from kvxfer.wire.codec import (
     Blob,
     Flag,
     Hex,

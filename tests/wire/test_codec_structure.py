@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
-from kvxfer.wire.structure import DEPTH_MAX, VALUES_MAX, check_structure
+from kvxfer.wire.codec import DEPTH_MAX, VALUES_MAX, check_structure
 from tests.conftest import slack
 
 ACCEPTED = (

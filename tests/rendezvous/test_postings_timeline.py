@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.rendezvous.timeline import Timeline
+from kvxfer.rendezvous.postings import Timeline
 
 STEPS = st.lists(st.tuples(st.sampled_from(["set", "drop", "pop"]), st.integers(0, 4), st.integers(0, 9)), max_size=80)
 

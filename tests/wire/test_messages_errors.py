@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import BY_CODE, BusyError, InternalError, KvxferError, ProtocolError, TransferTimeout, UsageError
 from kvxfer.wire.codec import LENGTH_BYTES, decode, encode
-from kvxfer.wire.faults import error_reply, exception_of, refusal
-from kvxfer.wire.messages import DETAIL_CHARS_MAX, DETAILS_MAX, Error, Refuse
+from kvxfer.wire.messages import DETAIL_CHARS_MAX, DETAILS_MAX, Error, Refuse, error_reply, exception_of, refusal
 from tests.wire.samples import SCALAR, TEXT
 
 
