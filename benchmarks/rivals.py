@@ -5,7 +5,7 @@ them), so nothing of a rival is ever imported here. A script is started for one 
 gets the sizes of the run, and writes its result into a file, which is read with the suspicion that any foreign output
 deserves. At the end of its time, or when the caller is cancelled, the whole group is killed.
 
-`docs/benchmark-peers.md` says how to add one.
+`docs/benchmarks.md` says how to add one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_pins_are_what_runs_here() -> None:
 def test_every_target_of_the_documentation_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = {word for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.MULTILINE) for word in line.split()}
-    for page in ("README.md", "docs/development.md", "docs/operations.md"):
+    for page in ("README.md", "docs/contributing.md", "docs/operations.md"):
         named = set(re.findall(r"\bmake ([a-z-]+)\b(?=[`# ])", (ROOT / page).read_text(encoding="utf-8")))
         spoken = {name for name in named if f"`make {name}" in (ROOT / page).read_text(encoding="utf-8")}
         assert spoken <= targets, page

@@ -1,1 +1,1 @@
-"""Programs that put other data movers on the workloads of `kvxfer bench`; `docs/benchmark-peers.md` explains them."""
+"""Programs that put other data movers on the workloads of `kvxfer bench`; `docs/benchmarks.md` explains them."""

@@ -1,1 +1,1 @@
-"""Whole clusters in virtual time from one seed; see docs/simulator.md."""
+"""Whole clusters in virtual time from one seed; see docs/testing.md#the-simulator."""
