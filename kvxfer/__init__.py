@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
     from kvxfer.memory.region import KVCache, Region, Span
     from kvxfer.planner import contiguous_layout
+    from kvxfer.threaded import ThreadedClient
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ _HOME = {
     "Region": "kvxfer.memory.region",
     "RemoteDescriptor": "kvxfer.descriptors",
     "Span": "kvxfer.memory.region",
+    "ThreadedClient": "kvxfer.threaded",
     "Ticket": "kvxfer.descriptors",
     "Transfer": "kvxfer.dataplane.transfer",
     "TransferError": "kvxfer.errors",
@@ -72,6 +74,7 @@ __all__ = [
     "Region",
     "RemoteDescriptor",
     "Span",
+    "ThreadedClient",
     "Ticket",
     "Transfer",
     "TransferError",

@@ -83,9 +83,8 @@ class ClientLife:
             raise UsageError("a client is entered once", hint="make another one")
         self._entered = True
         self._fork, self._thread = forks(), threading.get_ident()
-        directory = socket_dir(self.config) if self._socket is None else self._socket.parent
-        socket = daemon_socket(directory) if self._socket is None else self._socket
-        directory = engine_dir(directory)
+        socket = self.socket
+        directory = engine_dir(socket.parent)
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
         facts = LinkFacts(
@@ -196,6 +195,9 @@ class ClientLife:
     def _require_here(self) -> None:
         if threading.get_ident() != self._thread and self._thread:
             raise WrongThread("this client belongs to another thread", hint="call it on its event loop's thread")
+        self._require_process()
+
+    def _require_process(self) -> None:
         if forks() != self._fork and self._thread:
             raise ForkedClientError("this client belongs to the parent process", hint="open one after the fork")
 
@@ -221,9 +223,18 @@ class ClientLife:
         return self._control
 
     @property
+    def socket(self) -> Path:
+        """The Unix socket of the daemon of this node; from any thread."""
+        return daemon_socket(socket_dir(self.config)) if self._socket is None else self._socket
+
+    @property
     def addresses(self) -> tuple[str, ...]:
-        """Where other nodes reach this node's daemon, best first."""
-        return self.control.addresses
+        """Where other nodes reach this node's daemon, best first; from any thread."""
+        self._require_process()
+        control = self._control
+        if control is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        return control.addresses
 
     @property
     def _boxes(self) -> Mailboxes:
@@ -414,10 +425,12 @@ class Client(ClientLife):
 
     @property
     def unready(self) -> str:
-        """Why this client should not be given work now; empty when it can work."""
-        if self._plane is None:
+        """Why this client should not be given work now; empty when it can work. From any thread."""
+        self._require_process()
+        control = self._control
+        if control is None:
             return "the client is not open"
-        if not self.control.connected:
+        if not control.connected:
             return "there is no link to the daemon"
         return self._reporter.registration_failed
 

@@ -53,6 +53,7 @@ LAYERS = (
     Layer(name="daemon", modules=("daemon.*", "server")),
     Layer(name="client", modules=("client", "flows.*")),
     Layer(name="embedded", modules=("embedded",)),
+    Layer(name="threaded", modules=("threaded",)),
     Layer(
         name="doctor",
         modules=(
