@@ -20,6 +20,7 @@ from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescr
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.footprint import Footprint, Place
+from kvxfer.memory.sources import place_of
 from kvxfer.native.status import not_addressable
 from kvxfer.native.types import MemoryKind
 from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline, seconds, shared
@@ -75,6 +76,7 @@ class Region:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._quiet: asyncio.Future[Any] | None = None
         self._copies: set[asyncio.Task[None]] = set()
+        self._guards: list[Callable[[], str]] = []
         self._array = array
         plane.memory.hold(self)
 
@@ -174,6 +176,19 @@ class Region:
         check_span(start, stop - start, self.length, f"region {self.id}")
         return Span(self, start, stop - start)
 
+    def view(self, source: Any) -> Span:
+        """Where a view of this memory lies, from its first byte to its last: a tensor, a numpy array or a buffer that
+        shares it. Nothing is registered again: the storage is registered once, and its views are spans of it.
+
+        Raises `OutOfRange` when it does not lie in this region, `UsageError` for what has no address.
+        """
+        place, length = place_of(source)
+        offset = place[1] - self.place[1]
+        if place[0] != self.place[0] or offset < 0:
+            raise OutOfRange("this is not a view of the region", region=self.id, length=length)
+        check_span(offset, length, self.length, f"region {self.id}")
+        return Span(self, offset, length)
+
     def require(self, plane: DataPlane | None = None) -> None:
         """Raise `UnknownRegion` when it was released, or does not belong to this plane."""
         if self._quiet is not None:
@@ -272,7 +287,13 @@ class Region:
         assert self._quiet is not None
         await self._within(deadline, self._quiet)
 
+    def guard(self, in_use: Callable[[], str]) -> None:
+        """Let `release` ask whether something still lies in the memory: a text that is not empty refuses it."""
+        self._guards.append(in_use)
+
     async def _before_release(self, drain: bool) -> None:
+        for why in filter(None, (ask() for ask in self._guards)):
+            raise RegionBusy(f"region {self.id} is in use: {why}", region=self.id, hint="move them out of it first")
         if self._copies and not drain:
             raise RegionBusy(f"region {self.id} is read or written", region=self.id, hint="await it, or drain=True")
         if self._copies:

@@ -57,6 +57,28 @@ def borrow(source: Any, *, device: int | None = None) -> BorrowedMemory:
     return replace(found, kind=MemoryKind.PINNED, device=device)
 
 
+def place_of(source: Any) -> tuple[tuple[object, int], int]:
+    """Where the first byte of ``source`` is (address space, address), and how many bytes there are to its last one.
+
+    Of a tensor, a numpy array, or what `borrow` takes; the gaps of what is not contiguous count. Raises `UsageError`
+    and `InvalidLength`.
+    """
+    space: object = "host"
+    if isinstance(source, np.ndarray):
+        shape, steps, size, address = source.shape, source.strides, source.itemsize, int(source.ctypes.data)
+    elif hasattr(source, "data_ptr") and hasattr(source, "element_size") and hasattr(source, "stride"):
+        kind, number = _device_of(source)
+        size, address, shape = int(source.element_size()), int(source.data_ptr()), tuple(map(int, source.shape))
+        steps, space = tuple(int(step) * size for step in source.stride()), "host" if kind == "cpu" else number
+    else:
+        found = borrow(source)
+        return (("host" if found.kind is not MemoryKind.HBM else found.device), found.address), found.length
+    if 0 in shape:
+        raise InvalidLength("an empty view lies nowhere", length=0)
+    reaches = [(extent - 1) * step for extent, step in zip(shape, steps, strict=True)]
+    return (space, address + sum(min(reach, 0) for reach in reaches)), size + sum(map(abs, reaches))
+
+
 def at_address(address: object, length: object, kind: MemoryKind, device: int | None) -> BorrowedMemory:
     """``length`` bytes from ``address`` on, which the caller keeps alive. Raises `UsageError` and `InvalidLength`."""
     for name, value in (("address", address), ("length", length)):
@@ -129,9 +151,12 @@ def _from_tensor(tensor: Any) -> BorrowedMemory:
             f"no transport here reaches memory of device {kind}:{'?' if number is None else number}",
             hint="copy to the CPU, or use a transport for it",
         )
-    if not tensor.is_contiguous():
-        raise UsageError("cannot register a tensor that is not contiguous", hint="register its storage")
-    length = int(tensor.numel()) * int(tensor.element_size())
+    if hasattr(tensor, "is_contiguous"):
+        if not tensor.is_contiguous():
+            raise UsageError("cannot register a tensor that is not contiguous", hint="register its storage")
+        length = int(tensor.numel()) * int(tensor.element_size())
+    else:
+        length = int(tensor.nbytes())  # an untyped storage: all that tensors are views of
     if length == 0:
         raise InvalidLength("cannot register an empty tensor", length=0)
     address = int(tensor.data_ptr())
