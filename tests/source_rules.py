@@ -398,8 +398,8 @@ def mirrored(test: str, sources: set[str], exempt: Iterable[str]) -> list[str]:
         candidates += [
             f"kvxfer/{folder}/{'_'.join(words[:count])}.py".replace("//", "/") for count in range(1, len(words))
         ]
-        # C files lie in folders of their own: native/ring.c is native/core/ring.c.
-        files = {f"{name}.c", f"transport_{begin}.c"}
+        # C files lie in folders of their own: native/ring.c is native/core/ring.c. A pure decision may be a header.
+        files = {f"{name}.c", f"{name}.h", f"transport_{begin}.c"}
         candidates += [
             path for path in sources if path.startswith(f"kvxfer/{folder}/") and path.rpartition("/")[2] in files
         ]

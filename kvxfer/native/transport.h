@@ -211,6 +211,7 @@ typedef struct kvx_job {
 } kvx_job;
 void kvx_core_job_post(kvx_core *core, kvx_job *job);
 bool kvx_core_job_yields(kvx_core *core, uint32_t rank); /* does a job of a lower rank wait? */
+void kvx_core_yield(kvx_core *core); /* on a copy thread, with no lock held, now and then: see core/yields.h */
 
 /* Completions. Each is exactly once per object; a second call aborts the process (KVX_ASSERT). Do not touch an op after
  * kvx_op_complete or a peer (and its imports) after kvx_peer_closed: they are gone. `segment` is the index in

@@ -36,6 +36,7 @@ class Raw(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("capacity", "head", "tail", "reserved")),
         ("signalled", ctypes.c_bool),
         ("fd", ctypes.c_int),
+        ("call", ctypes.c_uint32),
     )
 
 
@@ -112,4 +113,21 @@ def test_memory_follows_what_waits_at_once(library: ctypes.CDLL) -> None:
 def test_one_wake_up_for_many_events(library: ctypes.CDLL) -> None:
     ring = Ring(library, 8)
     assert [ring.push() for _ in range(3)] == [True, False, False]
+    library.kvx_ring_close(ctypes.byref(ring.raw))
+
+
+def test_whoever_looks_sees_that_the_owner_was_called_and_has_not_come(library: ctypes.CDLL) -> None:
+    ring = Ring(library, 8)
+    seen = [ring.raw.call]
+    for _ in range(2):  # pushes of one call do not make it another one
+        for _ in range(2):
+            ring.push()
+            seen.append(ring.raw.call)
+        library.kvx_ring_drain(ctypes.byref(ring.raw))
+        seen.append(ring.raw.call)
+        assert not ring.push(), "what is pushed while it drains calls nobody"
+        seen.append(ring.raw.call)
+        ring.raw.signalled = False
+    library.kvx_ring_drain(ctypes.byref(ring.raw))  # it comes by itself
+    assert [*seen, ring.raw.call] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4]
     library.kvx_ring_close(ctypes.byref(ring.raw))

@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -134,6 +135,17 @@ static kvx_job *core_pool_take(kvx_core *core) {
     return job;
 }
 
+/* Of the calling copy thread. */
+static _Thread_local kvx_yields core_yields;
+
+void kvx_core_yield(kvx_core *core) {
+    uint32_t call = atomic_load_explicit(&core->ring.call, memory_order_relaxed);
+    if (kvx_yields_now(&core_yields, call)) {
+        kvx_yields_note(&core_yields, call);
+        sched_yield();
+    }
+}
+
 static void *core_pool_main(void *argument) {
     kvx_core *core = argument;
     pthread_mutex_lock(&core->pool_lock);
@@ -142,6 +154,7 @@ static void *core_pool_main(void *argument) {
         if (job != NULL) {
             pthread_mutex_unlock(&core->pool_lock);
             job->run(job);
+            kvx_core_yield(core);
             pthread_mutex_lock(&core->pool_lock);
         } else if (core->pool_stop) {
             break;
@@ -557,7 +570,7 @@ uint32_t kvx_engine_drain(kvx_engine *engine, kvx_event *events, uint32_t max) {
     kvx_core *core = &engine->core;
     kvx_ring_clear(&core->ring);
     kvx_lock(core);
-    core->ring.signalled = true; /* what is pushed from here on is popped below, nobody has to write to the fd */
+    kvx_ring_drain(&core->ring);
     kvx_unlock(core);
     kvx_deferred_run(core);
     core_progress_owner(core);

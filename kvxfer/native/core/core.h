@@ -13,6 +13,7 @@
 #include "proto/auth.h"
 #include "core/ring.h"
 #include "core/table.h"
+#include "core/yields.h"
 #include "transport.h"
 #include "turns.h"
 

@@ -60,7 +60,16 @@ void kvx_ring_unreserve(kvx_ring *ring, uint64_t places) {
 bool kvx_ring_kick(kvx_ring *ring) {
     bool signal = !ring->signalled;
     ring->signalled = true;
+    if (signal) {
+        atomic_fetch_add_explicit(&ring->call, 1, memory_order_relaxed);
+    }
     return signal;
+}
+
+void kvx_ring_drain(kvx_ring *ring) {
+    ring->signalled = true;
+    uint32_t call = atomic_load_explicit(&ring->call, memory_order_relaxed);
+    atomic_store_explicit(&ring->call, call + (call & 1), memory_order_relaxed);
 }
 
 bool kvx_ring_push(kvx_ring *ring, const kvx_event *event) {

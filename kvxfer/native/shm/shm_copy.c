@@ -1,7 +1,7 @@
 /* shm_copy.c: moving the bytes. Small operations are copied within submit, larger ones by the copy pool: several jobs
  * share one cursor, each takes a chunk, copies it, and looks whether it is still wanted. After a few chunks a job goes
  * to the end of its rank's queue, so that a huge operation neither starves the others nor hides a cancel behind it; and
- * after each chunk when something more urgent waits. */
+ * after each chunk when something more urgent waits, or the owner thread for a core. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
 
@@ -420,6 +420,9 @@ static void shm_copy_job_run(kvx_job *job) {
     pthread_mutex_lock(&run->lock);
     for (int chunk = 0; chunk < TURN_CHUNKS && (more = shm_copy_span_take(run, &span)); chunk++) {
         pthread_mutex_unlock(&run->lock);
+        if (chunk != 0) {
+            kvx_core_yield(run->shm->core);
+        }
         if (run->import->how == SHM_BY_MAPPING) {
             shm_copy_prefault(run, &span);
         }
