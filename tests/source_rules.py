@@ -16,7 +16,7 @@ PYTHON_FUNCTION_LINES_MAX = 60
 C_FILE_LINES_MAX = 1000
 C_FUNCTION_LINES_MAX = 80
 
-BANNED_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill"}
+BANNED_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "ctypes"}  # foreign functions: cffi alone
 BANNED_CALLS = {"eval", "exec", "__import__"}
 TRANSPORT_WORDS = {"tcp", "shm", "hixl"}
 IMPURE_MODULES = {

@@ -343,6 +343,7 @@ BAD = [
     (shim, "from kvxfer.native import _shim"),
     (shim, "from kvxfer.native._shim import lib"),
     (on_tree(rules.banned_calls), "import pickle"),
+    (on_tree(rules.banned_calls), "import ctypes"),
     (on_tree(rules.banned_calls), "from marshal import loads"),
     (on_tree(rules.banned_calls), "eval('1')"),
     (on_tree(rules.banned_calls), "asyncio.create_task(f())"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import statistics
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cffi import FFI
 
 from kvxfer.bench.child import Child, child, module
 from kvxfer.bench.measure import AT_ONCE
@@ -23,6 +23,9 @@ from kvxfer.bench.work import KIB, MIB, Layout
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.embedded import local
+
+_libc = FFI()
+_libc.cdef("int malloc_trim(size_t pad);")
 
 FIRST_BYTES = 4 * KIB
 TINY_BLOCK_BYTES = 64
@@ -164,7 +167,7 @@ def _peak_restarted() -> bool:
 async def peak_growth(once: Once) -> int:
     """Bytes that this process had more than before at the worst moment of ``once``; 0 when the kernel keeps no peak."""
     with suppress(AttributeError):  # only this C library has it
-        ctypes.CDLL(None).malloc_trim(0)  # what is free now would hide what is taken next
+        _libc.dlopen(None).malloc_trim(0)  # what is free now would hide what is taken next
     before = status_bytes("VmRSS")
     if not _peak_restarted():
         return 0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -15,7 +14,11 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from errno import EPERM, errorcode
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from cffi import FFI
 
 from kvxfer.config import Config
 from kvxfer.doctor.facts import UNLIMITED, Clock, Finding, FindingGroup, Host, Numa, Pages, size, some
@@ -162,13 +165,23 @@ def _errno_of(trial: Callable[[], None]) -> int:
     return 0
 
 
+# By libc alone: the engine may be what does not load on this host.
+_ffi = FFI()
+_ffi.cdef("""
+    struct iovec { void *iov_base; size_t iov_len; };
+    ssize_t process_vm_readv(int pid, const struct iovec *local, unsigned long locals, const struct iovec *remote,
+                             unsigned long remotes, unsigned long flags);
+    long syscall(long number, ...);
+""")
+
+
+def _libc() -> Any:
+    return _ffi.dlopen(None)
+
+
 def _checked(result: int) -> None:
     if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+        raise OSError(_ffi.errno, os.strerror(_ffi.errno))
 
 
 def _try_memfd() -> None:
@@ -180,19 +193,16 @@ def _try_memfd() -> None:
         os.close(descriptor)
 
 
-class _Vector(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 def _try_attach() -> None:
     """Read eight bytes of our own: what forbids even that is a sandbox, or the kernel has no such call."""
-    source, target = ctypes.create_string_buffer(b"12345678"), ctypes.create_string_buffer(8)
-    local, remote = _Vector(ctypes.addressof(target), 8), _Vector(ctypes.addressof(source), 8)
-    call = getattr(_libc(), "process_vm_readv", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    call.restype = ctypes.c_ssize_t
-    _checked(call(os.getpid(), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0))
+    source, target = _ffi.new("char[]", b"12345678"), _ffi.new("char[8]")
+    local = _ffi.new("struct iovec *", {"iov_base": target, "iov_len": 8})
+    remote = _ffi.new("struct iovec *", {"iov_base": source, "iov_len": 8})
+    try:
+        call = _libc().process_vm_readv
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    _checked(call(os.getpid(), local, 1, remote, 1, 0))
 
 
 def _numa(tree: Tree) -> Numa:
@@ -207,18 +217,13 @@ def _try_mbind(number: int, node: int) -> None:
     """Prefer a node for a page of our own that nobody has touched."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     try:
-        anchor = ctypes.c_char.from_buffer(page)
-        mask = (ctypes.c_ulong * (NODE_BITS_MAX // 64))()
+        mask = _ffi.new("unsigned long[]", NODE_BITS_MAX // 64)
         mask[node // 64] = 1 << node % 64
-        address = ctypes.c_void_p(ctypes.addressof(anchor))
-        length, bits = ctypes.c_ulong(mmap.PAGESIZE), ctypes.c_ulong(NODE_BITS_MAX)
-        call = _libc().syscall
-        call.restype = ctypes.c_long
-        result = call(ctypes.c_long(number), address, length, MPOL_PREFERRED, mask, bits, 0)
-        failed = ctypes.get_errno()
-        del anchor
-        if result < 0:
-            raise OSError(failed, os.strerror(failed))
+        with _ffi.from_buffer(page) as anchor:
+            number_of = partial(_ffi.cast, "unsigned long")  # a variadic function is told the type of each argument
+            length, policy, bits = number_of(mmap.PAGESIZE), number_of(MPOL_PREFERRED), number_of(NODE_BITS_MAX)
+            place = _ffi.cast("void *", anchor)
+            _checked(_libc().syscall(number, place, length, policy, mask, bits, number_of(0)))
     finally:
         page.close()
 

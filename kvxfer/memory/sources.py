@@ -9,7 +9,6 @@ process, or worse.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,14 +132,25 @@ def _from_array(array: np.ndarray[Any, Any], owner: object) -> BorrowedMemory:
         raise InvalidLength("cannot register an empty array", length=0)
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         raise UsageError("cannot register an array that is not contiguous", hint="register the array it is a view of")
-    return _borrowed(array.ctypes.data, array.nbytes, not array.flags.writeable, owner)
+    return _borrowed(_address_of(array), array.nbytes, not array.flags.writeable, owner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Memory at an address as numpy takes it. An array of it, or a part of one, holds this object, and so the owner."""
+
+    __array_interface__: dict[str, Any]
+    owner: object
+
+
+def _address_of(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _borrowed(address: int, length: int, read_only: bool, owner: object) -> BorrowedMemory:
-    raw = (ctypes.c_uint8 * length).from_address(address)
-    raw.owner = owner  # type: ignore[attr-defined]  # whoever holds the array, or a part of it, holds the memory
-    view = np.frombuffer(memoryview(raw).cast("B"), dtype=np.uint8)
-    view.flags.writeable = not read_only
+    described = {"data": (address, read_only), "shape": (length,), "typestr": "|u1", "version": 3}
+    view = np.asarray(_Bytes(described, owner))
     return BorrowedMemory(address=address, length=length, read_only=read_only, array=view, owner=owner)
 
 
