@@ -4,6 +4,7 @@
  * bit keeps the box while mem_release is still being called on the slots: the first of them may answer from another
  * thread at once. */
 #include "core/core.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <stdlib.h>
@@ -42,11 +43,7 @@ static void grants_insert(kvx_core *core, region_box *owner, grant_box *box, kvx
     kvx_grant *grant = &box->grant;
     grant->id = core->next_id++;
     grant->region = &owner->region;
-    box->next = owner->grants;
-    if (box->next != NULL) {
-        box->next->previous = box;
-    }
-    owner->grants = box;
+    KVX_LIST_PUSH(owner->grants, box);
     kvx_table_put(&core->grants, grant->id, box);
     *info_p = (kvx_grant_info){
         .id = grant->id, .generation = owner->region.generation, .length = grant->length, .access = grant->access};
@@ -133,14 +130,7 @@ static bool grants_maybe_finish(kvx_core *core, grant_box *box, int status) {
         return false;
     }
     region_box *owner = (region_box *)box->grant.region;
-    if (box->previous != NULL) {
-        box->previous->next = box->next;
-    } else {
-        owner->grants = box->next;
-    }
-    if (box->next != NULL) {
-        box->next->previous = box->previous;
-    }
+    KVX_LIST_REMOVE(owner->grants, box);
     kvx_table_remove(&core->grants, box->grant.id);
     __atomic_fetch_sub(&core->counters->quarantined_grants, 1, __ATOMIC_RELAXED);
     grants_update_gauges(core);

@@ -1,5 +1,6 @@
 /* newcomers.c: see newcomers.h. An IPv6 host counts as its /64: it has all addresses in there. */
 #include "core/newcomers.h"
+#include "list.h"
 
 #include <netinet/in.h>
 #include <stddef.h>
@@ -47,12 +48,7 @@ static uint32_t newcomers_source_of(const kvx_newcomers *line, const struct sock
 
 void kvx_newcomers_add(kvx_newcomers *line, kvx_newcomer *one, const struct sockaddr_storage *address) {
     *one = (kvx_newcomer){.previous = line->last, .source = newcomers_source_of(line, address), .waits = true};
-    if (line->last != NULL) {
-        line->last->next = one;
-    } else {
-        line->first = one;
-    }
-    line->last = one;
+    KVX_QUEUE_APPEND(line->first, line->last, one, next);
     line->count++;
 }
 

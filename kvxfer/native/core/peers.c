@@ -3,6 +3,7 @@
  * A handle leaves its table as soon as its user lets go or it failed; its box stays until the transport has forgotten
  * it too. */
 #include "core/core.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <stdlib.h>
@@ -164,14 +165,7 @@ int kvx_peer_close(kvx_engine *engine, uint64_t peer, uint64_t *token_p) {
 
 static void peers_import_unlink(kvx_core *core, import_box *box) {
     peer_box *peer = (peer_box *)box->import.peer;
-    if (box->previous != NULL) {
-        box->previous->next = box->next;
-    } else {
-        peer->imports = box->next;
-    }
-    if (box->next != NULL) {
-        box->next->previous = box->previous;
-    }
+    KVX_LIST_REMOVE(peer->imports, box);
     kvx_table_remove(&core->imports, box->import.id); /* unless it was let go of before */
     peers_update_gauges(core);
 }
@@ -259,11 +253,7 @@ int kvx_mem_import(kvx_engine *engine, uint64_t peer, const kvx_remote *remote, 
         box->import.peer = &owner->peer;
         box->import.remote = *remote;
         box->import.device = -1;
-        box->next = owner->imports;
-        if (box->next != NULL) {
-            box->next->previous = box;
-        }
-        owner->imports = box;
+        KVX_LIST_PUSH(owner->imports, box);
         kvx_table_put(&core->imports, id, box);
         peers_update_gauges(core);
     }

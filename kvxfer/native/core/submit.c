@@ -3,6 +3,7 @@
  * A transport that completes an operation within its submit slot does so on this thread while `submitting` points at
  * it; the completion is then handed to the caller directly and never enters the ring. */
 #include "core/core.h"
+#include "list.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -34,12 +35,7 @@ static void submit_box_put(kvx_core *core, op_box *box) {
     box->op.segments = NULL;
     box->first = NULL;
     box->next = NULL;
-    if (core->free_last != NULL) {
-        core->free_last->next = box;
-    } else {
-        core->free_first = box;
-    }
-    core->free_last = box;
+    KVX_QUEUE_APPEND(core->free_first, core->free_last, box, next);
 }
 
 /* Looks everything up and makes the operation live; with the lock held. */

@@ -3,6 +3,7 @@
  * registered. A grant is quiet when every peer that was told has answered QUIET or DETACH, or its socket was closed at
  * its end. A host that fell silent has proved nothing: what it was told stays in quarantine. */
 #include "hixl/hixl.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -443,14 +444,7 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
             hixl_owner_attach_end(hixl, attach);
         }
     }
-    if (conn->previous != NULL) {
-        conn->previous->next = conn->next;
-    } else {
-        hixl->conns = conn->next;
-    }
-    if (conn->next != NULL) {
-        conn->next->previous = conn->previous;
-    }
+    KVX_LIST_REMOVE(hixl->conns, conn);
     pthread_mutex_unlock(&hixl->lock);
     conn->grave_next = hixl->graveyard;
     hixl->graveyard = conn;

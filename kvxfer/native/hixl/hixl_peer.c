@@ -3,6 +3,7 @@
  *
  * A lost connection is closed only when nothing of ours moves any more: its end is what tells the owner. */
 #include "hixl/hixl.h"
+#include "list.h"
 #include "core/vault.h"
 #include "core/forks.h"
 
@@ -39,11 +40,7 @@ int kvx_hixl_peer_connect(void *transport, kvx_peer *kvx) {
     peer->peer = kvx;
     kvx->transport_data = peer;
     pthread_mutex_lock(&hixl->lock);
-    peer->next = hixl->peers;
-    if (peer->next != NULL) {
-        peer->next->previous = peer;
-    }
-    hixl->peers = peer;
+    KVX_LIST_PUSH(hixl->peers, peer);
     kvx_hixl_todo(peer);
     pthread_mutex_unlock(&hixl->lock);
     return KVX_PENDING;
@@ -219,14 +216,7 @@ static void hixl_peer_free(hixl_peer *peer) {
 
 static void hixl_peer_unlink(hixl_peer *peer) {
     hixl_transport *hixl = peer->hixl;
-    if (peer->previous != NULL) {
-        peer->previous->next = peer->next;
-    } else {
-        hixl->peers = peer->next;
-    }
-    if (peer->next != NULL) {
-        peer->next->previous = peer->previous;
-    }
+    KVX_LIST_REMOVE(hixl->peers, peer);
 }
 
 void kvx_hixl_peer_todo(hixl_peer *peer) {
@@ -316,11 +306,7 @@ int kvx_hixl_mem_import(void *transport, kvx_import *kvx) {
     if (status == KVX_PENDING) {
         import->handle = ++peer->next_number;
         kvx->transport_data = import;
-        import->next = peer->imports;
-        if (import->next != NULL) {
-            import->next->previous = import;
-        }
-        peer->imports = import;
+        KVX_LIST_PUSH(peer->imports, import);
         kvx_table_put(&peer->by_handle, import->handle, import);
         kvx_frame frame = {.type = KVX_FRAME_ATTACH,
                            .op = import->handle,
@@ -421,14 +407,7 @@ void kvx_hixl_import_end(hixl_import *import) {
         hixl_peer_send_import(import, KVX_FRAME_DETACH);
     }
     kvx_table_remove(&peer->by_handle, import->handle);
-    if (import->previous != NULL) {
-        import->previous->next = import->next;
-    } else {
-        peer->imports = import->next;
-    }
-    if (import->next != NULL) {
-        import->next->previous = import->previous;
-    }
+    KVX_LIST_REMOVE(peer->imports, import);
     kvx_vault_give(import);
 }
 

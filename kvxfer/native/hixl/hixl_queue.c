@@ -1,6 +1,7 @@
 /* hixl_queue.c: the transfers of a link, and among them those that have something to submit, a line per rank (turns.h):
  * the first of the rank whose turn it is is served next. On the device's thread. */
 #include "hixl/hixl.h"
+#include "list.h"
 
 #include <stddef.h>
 
@@ -11,12 +12,7 @@ void kvx_hixl_run_push(hixl_link *link, hixl_xfer *xfer) {
     xfer->running = true;
     uint32_t rank = xfer->op->rank;
     xfer->run_next = NULL;
-    if (link->run[rank].last != NULL) {
-        link->run[rank].last->run_next = xfer;
-    } else {
-        link->run[rank].first = xfer;
-    }
-    link->run[rank].last = xfer;
+    KVX_QUEUE_APPEND(link->run[rank].first, link->run[rank].last, xfer, run_next);
     link->run_waiting |= 1u << rank;
 }
 
@@ -69,12 +65,7 @@ void kvx_hixl_run_remove(hixl_link *link, hixl_xfer *xfer) {
 
 void kvx_hixl_queue_push(hixl_link *link, hixl_xfer *xfer) {
     xfer->link = link;
-    xfer->previous = NULL;
-    xfer->next = link->first;
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer;
-    }
-    link->first = xfer;
+    KVX_LIST_PUSH(link->first, xfer);
     kvx_hixl_run_push(link, xfer);
 }
 
@@ -84,12 +75,5 @@ void kvx_hixl_queue_remove(hixl_xfer *xfer) {
         return;
     }
     kvx_hixl_run_remove(link, xfer);
-    if (xfer->previous != NULL) {
-        xfer->previous->next = xfer->next;
-    } else {
-        link->first = xfer->next;
-    }
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer->previous;
-    }
+    KVX_LIST_REMOVE(link->first, xfer);
 }

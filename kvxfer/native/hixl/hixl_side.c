@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "hixl/hixl.h"
+#include "list.h"
 #include "core/vault.h"
 #include "core/forks.h"
 #include "tcp/tcp.h" /* for its addresses */
@@ -330,11 +331,7 @@ static bool hixl_side_accept_one(hixl_transport *hixl, int fd, const struct sock
     conn->deadline_ms = kvx_now_ms() + hixl->config->handshake_ms;
     kvx_hixl_deadline(hixl, conn->deadline_ms);
     pthread_mutex_lock(&hixl->lock);
-    conn->next = hixl->conns;
-    if (conn->next != NULL) {
-        conn->next->previous = conn;
-    }
-    hixl->conns = conn;
+    KVX_LIST_PUSH(hixl->conns, conn);
     pthread_mutex_unlock(&hixl->lock);
     hixl_side_evict(kvx_newcomers_surplus(&hixl->line));
     kvx_newcomers_add(&hixl->line, &conn->newcomer, from);

@@ -9,6 +9,7 @@
  */
 #define _GNU_SOURCE
 #include "hixl/hixl.h"
+#include "list.h"
 
 #include <poll.h>
 #include <stdlib.h>
@@ -108,12 +109,7 @@ void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
 
 static void hixl_xfer_batch_push(hixl_link *link, hixl_batch *batch) {
     batch->next = NULL;
-    if (link->batch_last != NULL) {
-        link->batch_last->next = batch;
-    } else {
-        link->batch_first = batch;
-    }
-    link->batch_last = batch;
+    KVX_QUEUE_APPEND(link->batch_first, link->batch_last, batch, next);
     link->live++;
     link->live_bytes += batch->bytes;
     link->device->batches++;

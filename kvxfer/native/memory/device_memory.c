@@ -1,6 +1,7 @@
 /* device_memory.c: arenas of device memory and of pinned host memory; see device_memory.h. */
 #define _GNU_SOURCE
 #include "memory/device_memory.h"
+#include "list.h"
 
 #include <inttypes.h>
 #include <pthread.h>
@@ -105,11 +106,7 @@ static void device_memory_arena_link(kvx_core *core, kvx_arena *arena) {
     arena->id = core->generation_base + core->next_id++;
     kvx_unlock(core);
     arena->core = core;
-    arena->next = core->arenas;
-    if (arena->next != NULL) {
-        arena->next->previous = arena;
-    }
-    core->arenas = arena;
+    KVX_LIST_PUSH(core->arenas, arena);
     if (arena->space != NULL) {
         __atomic_fetch_add(&core->counters->arena_bytes, arena->length, __ATOMIC_RELAXED);
     }
@@ -120,14 +117,7 @@ static void device_memory_arena_unlink(kvx_arena *arena) {
     if (core == NULL) {
         return;
     }
-    if (arena->previous != NULL) {
-        arena->previous->next = arena->next;
-    } else {
-        core->arenas = arena->next;
-    }
-    if (arena->next != NULL) {
-        arena->next->previous = arena->previous;
-    }
+    KVX_LIST_REMOVE(core->arenas, arena);
     arena->core = NULL;
     if (arena->space != NULL) {
         __atomic_fetch_sub(&core->counters->arena_bytes, arena->length, __ATOMIC_RELAXED);

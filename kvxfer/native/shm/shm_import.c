@@ -1,6 +1,7 @@
 /* shm_import.c: grants of owners, from asking for them to giving them back. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -78,11 +79,7 @@ int kvx_shm_mem_import(void *transport, kvx_import *kvx) {
     }
     if (status == KVX_PENDING) {
         kvx_table_put(&peer->by_handle, import->handle, import);
-        import->next = peer->imports;
-        if (import->next != NULL) {
-            import->next->previous = import;
-        }
-        peer->imports = import;
+        KVX_LIST_PUSH(peer->imports, import);
         kvx->transport_data = import;
         kvx_shm_send(peer->link, &message, import->key, -1);
     }
@@ -198,14 +195,7 @@ static void shm_import_detach(shm_import *import) {
     import->working = false;
     if (whole) {
         kvx_table_remove(&peer->by_handle, import->handle);
-        if (import->previous != NULL) {
-            import->previous->next = import->next;
-        } else {
-            peer->imports = import->next;
-        }
-        if (import->next != NULL) {
-            import->next->previous = import->previous;
-        }
+        KVX_LIST_REMOVE(peer->imports, import);
 #ifndef __clang_analyzer__ /* it cannot know that previous->next was this one, and finds it in the list again */
         kvx_vault_give(import);
 #endif

@@ -2,6 +2,7 @@
  * counter and code. Whatever does not fit ends the connection. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "list.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -195,12 +196,7 @@ void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int 
             if (packet != NULL) {
                 *packet = (shm_packet){.fd = fd, .message = *message};
                 fd = -1;
-                if (link->tx_last != NULL) {
-                    link->tx_last->next = packet;
-                } else {
-                    link->tx_first = packet;
-                }
-                link->tx_last = packet;
+                KVX_QUEUE_APPEND(link->tx_first, link->tx_last, packet, next);
                 link->tx_count++;
                 shm_link_rearm(link);
             } else {

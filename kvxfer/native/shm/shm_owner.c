@@ -4,6 +4,7 @@
  * is no proof. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -349,14 +350,7 @@ void kvx_shm_owner_end(shm_link *link) {
     while ((attach = kvx_table_any(&link->attached)) != NULL) {
         shm_owner_attach_end(shm, attach, !link->said_bye);
     }
-    if (link->previous != NULL) {
-        link->previous->next = link->next;
-    } else {
-        shm->links = link->next;
-    }
-    if (link->next != NULL) {
-        link->next->previous = link->previous;
-    }
+    KVX_LIST_REMOVE(shm->links, link);
     pthread_mutex_unlock(&shm->lock);
     link->grave_next = shm->graveyard;
     shm->graveyard = link;

@@ -2,6 +2,7 @@
  * what follows from it, in kvx_shm_peer_todo, whenever something has changed. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "list.h"
 #include "core/forks.h"
 
 #include <errno.h>
@@ -48,11 +49,7 @@ int kvx_shm_peer_connect(void *transport, kvx_peer *kvx) {
     shm_peer_endpoint_take(peer, kvx->endpoint);
     kvx->transport_data = peer;
     pthread_mutex_lock(&shm->lock);
-    peer->next = shm->peers;
-    if (peer->next != NULL) {
-        peer->next->previous = peer;
-    }
-    shm->peers = peer;
+    KVX_LIST_PUSH(shm->peers, peer);
     kvx_shm_todo(peer);
     pthread_mutex_unlock(&shm->lock);
     return KVX_PENDING;
@@ -271,14 +268,7 @@ static void shm_peer_link_reap(shm_peer *peer) {
 static void shm_peer_forget(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
-    if (peer->previous != NULL) {
-        peer->previous->next = peer->next;
-    } else {
-        shm->peers = peer->next;
-    }
-    if (peer->next != NULL) {
-        peer->next->previous = peer->previous;
-    }
+    KVX_LIST_REMOVE(shm->peers, peer);
     for (shm_peer **at = &shm->todo; *at != NULL;) {
         if (*at == peer) {
             *at = peer->todo_next;

@@ -5,6 +5,7 @@
  * what. */
 #define _GNU_SOURCE
 #include "shm/shm.h"
+#include "list.h"
 #include "core/forks.h"
 
 #include <errno.h>
@@ -59,11 +60,7 @@ static void shm_accept_one(shm_transport *shm, int fd) {
         return;
     }
     pthread_mutex_lock(&shm->lock);
-    link->next = shm->links;
-    if (link->next != NULL) {
-        link->next->previous = link;
-    }
-    shm->links = link;
+    KVX_LIST_PUSH(shm->links, link);
     pthread_mutex_unlock(&shm->lock);
     shm_evict(kvx_newcomers_surplus(&shm->line));
     kvx_newcomers_add(&shm->line, &link->newcomer, NULL);

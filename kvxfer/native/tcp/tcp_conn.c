@@ -5,6 +5,7 @@
  * rest of a payload, the trailer and the next head. A payload that must not be written any more is thrown away inside
  * the kernel (MSG_TRUNC). */
 #include "tcp/tcp.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -108,12 +109,7 @@ void kvx_tcp_conn_arm(tcp_conn *conn) {
 static void tcp_conn_start(tcp_conn *conn) {
     tcp_thread *thread = conn->thread;
     const kvx_engine_config *config = conn->tcp->config;
-    conn->next = thread->conns;
-    conn->previous = NULL;
-    if (conn->next != NULL) {
-        conn->next->previous = conn;
-    }
-    thread->conns = conn;
+    KVX_LIST_PUSH(thread->conns, conn);
     if (conn->role == KVX_STREAM_DIALLER) {
         if (kvx_tcp_peer_over(conn)) {
             return;
@@ -172,14 +168,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     }
     kvx_tcp_pipe_free(&conn->lane); /* it refers to memory of ops that are about to end */
     pthread_mutex_unlock(&conn->tx_lock);
-    if (conn->previous != NULL) {
-        conn->previous->next = conn->next;
-    } else {
-        thread->conns = conn->next;
-    }
-    if (conn->next != NULL) {
-        conn->next->previous = conn->previous;
-    }
+    KVX_LIST_REMOVE(thread->conns, conn);
     if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_serve_end(conn);
     } else {

@@ -6,6 +6,7 @@
  * thread only, its home. An import proves the key on every stream, and learns there that the owner holds it too, before
  * any payload is sent. */
 #include "tcp/tcp.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -47,11 +48,7 @@ int kvx_tcp_connect(void *transport, kvx_peer *kvx) {
     peer->home = peer->conns[0]->thread;
     kvx->transport_data = peer;
     pthread_mutex_lock(&tcp->lock);
-    peer->next = tcp->peers;
-    if (peer->next != NULL) {
-        peer->next->previous = peer;
-    }
-    tcp->peers = peer;
+    KVX_LIST_PUSH(tcp->peers, peer);
     pthread_mutex_unlock(&tcp->lock);
     for (uint32_t i = 0; i < peer->streams; i++) {
         kvx_tcp_inbox(peer->conns[i]);
@@ -161,14 +158,7 @@ void kvx_tcp_peer_todo(tcp_peer *peer) {
         return;
     }
     pthread_mutex_lock(&tcp->lock);
-    if (peer->previous != NULL) {
-        peer->previous->next = peer->next;
-    } else {
-        tcp->peers = peer->next;
-    }
-    if (peer->next != NULL) {
-        peer->next->previous = peer->previous;
-    }
+    KVX_LIST_REMOVE(tcp->peers, peer);
     pthread_mutex_unlock(&tcp->lock);
     kvx_tcp_unkick_peer(peer);
     kvx_peer_closed(peer->peer);
@@ -177,12 +167,7 @@ void kvx_tcp_peer_todo(tcp_peer *peer) {
 
 static void tcp_peer_control_push(tcp_conn *conn, tcp_control *control) {
     control->next = NULL;
-    if (conn->control_last != NULL) {
-        conn->control_last->next = control;
-    } else {
-        conn->control_first = control;
-    }
-    conn->control_last = control;
+    KVX_QUEUE_APPEND(conn->control_first, conn->control_last, control, next);
     kvx_tcp_kick(conn);
 }
 
@@ -219,11 +204,7 @@ int kvx_tcp_import(void *transport, kvx_import *import) {
     }
     if (status == KVX_PENDING) {
         state->pending = streams;
-        state->next = peer->imports;
-        if (state->next != NULL) {
-            state->next->previous = state;
-        }
-        peer->imports = state;
+        KVX_LIST_PUSH(peer->imports, state);
         import->transport_data = state;
         for (uint32_t i = 0; i < streams; i++) {
             tcp_peer_control_push(peer->conns[i], controls[i]);
@@ -274,14 +255,7 @@ static int tcp_peer_import_close(tcp_peer *peer, kvx_import *import) {
             controls[i] = NULL;
         }
     }
-    if (state->previous != NULL) {
-        state->previous->next = state->next;
-    } else {
-        peer->imports = state->next;
-    }
-    if (state->next != NULL) {
-        state->next->previous = state->previous;
-    }
+    KVX_LIST_REMOVE(peer->imports, state);
     pthread_mutex_unlock(&peer->lock);
     for (uint32_t i = 0; i < streams; i++) {
         kvx_vault_give(controls[i]);

@@ -6,6 +6,7 @@
  * held from the check until the last byte was written or sent, or until the grant is revoked or the connection ends;
  * all of it on the connection's own thread. */
 #include "tcp/tcp.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <stdlib.h>
@@ -70,12 +71,7 @@ static void tcp_serve_detach(tcp_conn *conn, uint64_t grant) {
 
 static void tcp_serve_answer_push(tcp_conn *conn, tcp_answer *answer) {
     answer->next = NULL;
-    if (conn->answer_last != NULL) {
-        conn->answer_last->next = answer;
-    } else {
-        conn->answer_first = answer;
-    }
-    conn->answer_last = answer;
+    KVX_QUEUE_APPEND(conn->answer_first, conn->answer_last, answer, next);
     if (++conn->answers >= TCP_ANSWERS_MAX) {
         conn->rx_stopped = true;
     }

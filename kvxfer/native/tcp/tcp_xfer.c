@@ -8,6 +8,7 @@
  * to start and none unanswered; cancelling drops what is not started, lets go of gets at once (their data is thrown
  * away when it comes) and waits for puts, since only the owner's answer or a reset proves that no byte will follow. */
 #include "tcp/tcp.h"
+#include "list.h"
 #include "core/vault.h"
 
 #include <errno.h>
@@ -72,14 +73,7 @@ static bool tcp_xfer_saw_urgent(const tcp_peer *peer, uint32_t rank, uint64_t no
 static void tcp_xfer_unlink_done(tcp_peer *peer, tcp_xfer *xfer, tcp_xfer **done_p) {
     tcp_xfer_run_remove(peer, xfer);
     peer->staged -= tcp_xfer_needs_staging(xfer->op);
-    if (xfer->previous != NULL) {
-        xfer->previous->next = xfer->next;
-    } else {
-        peer->xfers = xfer->next;
-    }
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer->previous;
-    }
+    KVX_LIST_REMOVE(peer->xfers, xfer);
     xfer->done_next = *done_p;
     *done_p = xfer;
 }
@@ -272,11 +266,7 @@ int kvx_tcp_submit(void *transport, kvx_op *op) {
     }
     xfer->id = ++peer->next_op;
     peer->staged += tcp_xfer_needs_staging(op);
-    xfer->next = peer->xfers;
-    if (xfer->next != NULL) {
-        xfer->next->previous = xfer;
-    }
-    peer->xfers = xfer;
+    KVX_LIST_PUSH(peer->xfers, xfer);
     peer->run[op->rank].seen_ms = kvx_now_ms();
     tcp_xfer_run_push(peer, xfer);
     if (conn == NULL) {

@@ -6,6 +6,7 @@
  * for who owns what. */
 #define _GNU_SOURCE
 #include "tcp/tcp.h"
+#include "list.h"
 #include "core/vault.h"
 #include "core/forks.h"
 
@@ -470,11 +471,7 @@ static void tcp_thread_close(tcp_thread *thread) {
     while (thread->inbox != NULL) { /* never adopted: put it where ending expects it */
         tcp_conn *conn = thread->inbox;
         thread->inbox = conn->inbox_next;
-        conn->next = thread->conns;
-        if (conn->next != NULL) {
-            conn->next->previous = conn;
-        }
-        thread->conns = conn;
+        KVX_LIST_PUSH(thread->conns, conn);
     }
     while (thread->conns != NULL) {
         tcp_conn *conn = thread->conns;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "proto/auth.h"
+#include "list.h"
 #include "memory/device_memory.h"
 #include "transport.h"
 
@@ -59,12 +60,7 @@ typedef struct loop_transport {
 
 static void loop_queue_push(loop_transport *loop, loop_item *item) {
     item->next = NULL;
-    if (loop->last != NULL) {
-        loop->last->next = item;
-    } else {
-        loop->first = item;
-    }
-    loop->last = item;
+    KVX_QUEUE_APPEND(loop->first, loop->last, item, next);
 }
 
 static loop_item *loop_queue_pop(loop_transport *loop) {
@@ -154,14 +150,7 @@ static void loop_query(void *transport, kvx_transport_info *info_p) {
 static void loop_import_forget(loop_transport *loop, loop_import *mine) {
     pthread_mutex_lock(&loop->lock);
     loop_queue_remove(loop, &mine->item);
-    if (mine->previous != NULL) {
-        mine->previous->next = mine->next;
-    } else {
-        loop->imports = mine->next;
-    }
-    if (mine->next != NULL) {
-        mine->next->previous = mine->previous;
-    }
+    KVX_LIST_REMOVE(loop->imports, mine);
     pthread_mutex_unlock(&loop->lock);
     if (mine->attached) {
         kvx_grant_detach(loop->core, mine->import->remote.grant, false);
@@ -172,14 +161,7 @@ static void loop_import_forget(loop_transport *loop, loop_import *mine) {
 static void loop_peer_forget(loop_transport *loop, loop_peer *mine) {
     pthread_mutex_lock(&loop->lock);
     loop_queue_remove(loop, &mine->connect); /* not answered yet: the core will say that it was closed */
-    if (mine->previous != NULL) {
-        mine->previous->next = mine->next;
-    } else {
-        loop->peers = mine->next;
-    }
-    if (mine->next != NULL) {
-        mine->next->previous = mine->previous;
-    }
+    KVX_LIST_REMOVE(loop->peers, mine);
     pthread_mutex_unlock(&loop->lock);
     free(mine);
 }
@@ -258,11 +240,7 @@ static int loop_mem_import(void *transport, kvx_import *import) {
     mine->item = (loop_item){.kind = ITEM_IMPORT, .object = import};
     import->transport_data = mine;
     pthread_mutex_lock(&loop->lock);
-    mine->next = loop->imports;
-    if (mine->next != NULL) {
-        mine->next->previous = mine;
-    }
-    loop->imports = mine;
+    KVX_LIST_PUSH(loop->imports, mine);
     pthread_mutex_unlock(&loop->lock);
     loop_post(loop, &mine->item);
     return KVX_PENDING;
@@ -280,11 +258,7 @@ static int loop_peer_connect(void *transport, kvx_peer *peer) {
     mine->close = (loop_item){.kind = ITEM_CLOSE, .object = peer};
     peer->transport_data = mine;
     pthread_mutex_lock(&loop->lock);
-    mine->next = loop->peers;
-    if (mine->next != NULL) {
-        mine->next->previous = mine;
-    }
-    loop->peers = mine;
+    KVX_LIST_PUSH(loop->peers, mine);
     pthread_mutex_unlock(&loop->lock);
     loop_post(loop, &mine->connect);
     return KVX_PENDING;
