@@ -167,7 +167,8 @@ def _peak_restarted() -> bool:
 async def peak_growth(once: Once) -> int:
     """Bytes that this process had more than before at the worst moment of ``once``; 0 when the kernel keeps no peak."""
     with suppress(AttributeError):  # only this C library has it
-        _libc.dlopen(None).malloc_trim(0)  # what is free now would hide what is taken next
+        c_library: Any = _libc.dlopen(None)
+        c_library.malloc_trim(0)  # what is free now would hide what is taken next
     before = status_bytes("VmRSS")
     if not _peak_restarted():
         return 0
