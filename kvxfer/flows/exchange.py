@@ -8,9 +8,10 @@ other side is validated before it is used.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
@@ -296,6 +297,68 @@ def layer_parts(
             some = segments[first : first + segments_max]
             parts.append(LayerPart(region=region, descriptor=remote, segments=some))
     return parts
+
+
+class Joined:
+    """What several layers move, as few submits: one for each pair of a local region and a remote descriptor, while it
+    stays within ``segments_max`` segments and ``bytes_max`` bytes (of more than one layer).
+    """
+
+    def __init__(self, segments_max: int, bytes_max: int) -> None:
+        self._segments_max = segments_max
+        self._bytes_max = bytes_max
+        self._open: dict[tuple[int, int], _Run] = {}
+        self._full: list[_Run] = []
+        self.bytes = 0
+
+    def add(self, layer: int, part: LayerPart) -> None:
+        """One more part of a layer."""
+        pair, count, size = (part.region, part.descriptor), len(part.segments), layer_bytes([part])
+        run = self._open.get(pair)
+        if run is not None and (run.count + count > self._segments_max or run.bytes + size > self._bytes_max):
+            self._full.append(run)
+            run = None
+        if run is None:
+            run = self._open[pair] = _Run()
+        run.layers.append(layer)
+        run.starts.append(run.count)
+        run.parts.append(part)
+        run.count += count
+        run.bytes += size
+        self.bytes += size
+
+    def take(self) -> list[JoinedPart]:
+        """All of it; what is added afterwards is joined anew."""
+        runs, self._open, self._full, self.bytes = [*self._full, *self._open.values()], {}, [], 0
+        return [run.join() for run in runs]
+
+
+@dataclass(slots=True)
+class _Run:
+    layers: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    parts: list[LayerPart] = field(default_factory=list)
+    count: int = 0
+    bytes: int = 0
+
+    def join(self) -> JoinedPart:
+        part = self.parts[0]
+        if len(self.parts) > 1:
+            part = replace(part, segments=np.concatenate([each.segments for each in self.parts]))
+        return JoinedPart(part=part, layers=tuple(self.layers), starts=tuple(self.starts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedPart:
+    """One submit of several layers: ``starts`` has the number of each layer's first segment."""
+
+    part: LayerPart
+    layers: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def layer_of(self, segment: int) -> int:
+        """Whose segment that is."""
+        return self.layers[max(0, bisect_right(self.starts, segment) - 1)]
 
 
 def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) -> None:

@@ -34,7 +34,16 @@ from kvxfer.errors import (
     ended_by_other,
 )
 from kvxfer.flows.control import ClaimHandle
-from kvxfer.flows.exchange import Reaching, TransferOffer, negotiate, of_layer, prepared_layer
+from kvxfer.flows.exchange import (
+    Joined,
+    JoinedPart,
+    LayerPart,
+    Reaching,
+    TransferOffer,
+    negotiate,
+    of_layer,
+    prepared_layer,
+)
 from kvxfer.flows.tickets import claim_of
 from kvxfer.geometry import BlockTable, check_same_model
 from kvxfer.memory.region import KVCache
@@ -49,12 +58,17 @@ if TYPE_CHECKING:
 
 LAYERS_IN_FLIGHT_MAX = 8
 SOURCES_MAX = 1024
+# Of one operation, when a pull goes down in one piece: others keep their place in the window beside it. The first is
+# smaller, so that bytes move while the rest is planned.
+AT_ONCE_BYTES = 64 << 20
+FIRST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
     """What a pull brought: bytes, tokens, layers, and how. ``bytes_by_source``: bytes from each ticket, in their order
-    (0 where others brought all that one has).
+    (0 where others brought all that one has). ``segments``: contiguous pieces that were read. ``seconds``: from the
+    call to the last byte; ``waited_s`` of them until every ticket was claimed.
     """
 
     request_id: str
@@ -63,6 +77,9 @@ class Pulled:
     layers: int
     transport: str
     bytes_by_source: tuple[int, ...]
+    segments: int
+    seconds: float
+    waited_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +121,8 @@ class Pull:
         self._running: list[Transfer] = []
         self._error: KvxferError | None = None
         self._at_fault: Source | None = None
+        self._segments = 0
+        self._claimed_at = self._read_at = 0.0
 
     async def run(self) -> Pulled:
         """Claim, plan, read every layer, release the publishers."""
@@ -121,12 +140,15 @@ class Pull:
             self._client.release_when_settled(taken, self._running)
 
     async def _claim_and_read(self, deadline: Deadline) -> Pulled:
+        began = asyncio.get_running_loop().time()
         try:
             await self._for_each(lambda source: self._claim(source, deadline))
+            self._claimed_at = asyncio.get_running_loop().time()
             await self._plan()
             self._raise_if_failed()
             await self._for_each(lambda source: self._reach(source, deadline))
-            await self._read(deadline)
+            await (self._read_at_once(deadline) if self._on_layer is None else self._read(deadline, self._on_layer))
+            self._read_at = asyncio.get_running_loop().time()
             await self._for_each(lambda source: self._release(source, deadline))
         except BaseException as error:
             await self._abort(error)
@@ -143,6 +165,9 @@ class Pull:
             layers=self._cache.layout.geometry.layers,
             transport=",".join(dict.fromkeys(source.transport for source in self._sources if source.transport)),
             bytes_by_source=by_source,
+            segments=self._segments,
+            seconds=self._read_at - began,
+            waited_s=self._claimed_at - began,
         )
 
     async def _for_each(self, call: Callable[[Source], Coroutine[Any, Any, None]]) -> None:
@@ -220,14 +245,15 @@ class Pull:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    async def _read(self, deadline: Deadline) -> None:
+    async def _read(self, deadline: Deadline, on_layer: Callable[[int], None]) -> None:
+        """Layer by layer, at most `LAYERS_IN_FLIGHT_MAX` at a time."""
         waiting: list[tuple[int, list[tuple[Source, Transfer]]]] = []
         for layer in range(self._cache.layout.geometry.layers):
             if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
-                await self._layer_done(*waiting.pop(0))
+                await self._layer_done(*waiting.pop(0), on_layer)
             waiting.append((layer, await self._start_layer(layer, deadline)))
         for entry in waiting:
-            await self._layer_done(*entry)
+            await self._layer_done(*entry, on_layer)
         self._raise_if_failed()
 
     async def _start_layer(self, layer: int, deadline: Deadline) -> list[tuple[Source, Transfer]]:
@@ -237,19 +263,56 @@ class Pull:
             self._raise_if_failed()
             if parts:
                 left = deadline.require(f"layer {layer} was read", TRANSFERRING)
-                transfer = self._client.plane.start(
-                    parts, timeout=left, peer=source.ticket.request_id, priority=self._priority
-                )
-                self._running.append(transfer)
-                started.append((source, transfer))
+                started.append((source, self._start(source, parts, left)))
         return started
 
-    async def _parts(self, source: Source, layer: int) -> list[WorkRequest]:
+    async def _layer_done(
+        self, layer: int, transfers: list[tuple[Source, Transfer]], on_layer: Callable[[int], None]
+    ) -> None:
+        for source, transfer in transfers:
+            try:
+                await transfer
+            except KvxferError as error:
+                raise (error if error is self._error else self._of_source(of_layer(error, layer), source)) from None
+            source.bytes += transfer.bytes_done
+        on_layer(layer)
+
+    async def _read_at_once(self, deadline: Deadline) -> None:
+        """Nobody wants to know of single layers: as few operations as there are pairs of memory, and nothing to do for
+        the loop before the last of them has ended. What is large begins before all of it is planned.
+        """
+        began: list[tuple[Source, Transfer, list[JoinedPart]]] = []
+        for source in self._sources:
+            joined = Joined(self._client.config.segments_max, AT_ONCE_BYTES)
+            layers = self._cache.layout.geometry.layers
+            for layer in range(layers):
+                for part in await self._parts(source, layer):
+                    joined.add(layer, part)
+                self._raise_if_failed()
+                if joined.bytes >= (AT_ONCE_BYTES if began else FIRST_BYTES) or (layer == layers - 1 and joined.bytes):
+                    parts = joined.take()
+                    left = deadline.require(f"layer {layer} was read", TRANSFERRING)
+                    transfer = self._start(source, [each.part for each in parts], left)
+                    began.append((source, transfer, parts))
+        for source, transfer, parts in began:
+            try:
+                await transfer
+            except KvxferError as error:
+                raise (error if error is self._error else self._of_source(_of_part(error, parts), source)) from None
+            source.bytes += transfer.bytes_done
+        self._raise_if_failed()
+
+    async def _parts(self, source: Source, layer: int) -> list[LayerPart]:
         peer, found = source.peer, []
         assert peer is not None
         for plan in source.plans:
             found += await prepared_layer(plan, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max)
-        return [
+        return found
+
+    def _start(self, source: Source, parts: Sequence[LayerPart], timeout: float) -> Transfer:
+        peer = source.peer
+        assert peer is not None
+        work = [
             WorkRequest(
                 kind=OpKind.GET,
                 region=part.region,
@@ -257,18 +320,14 @@ class Pull:
                 segments=part.segments,
                 check=peer.check,
             )
-            for part in found
+            for part in parts
         ]
-
-    async def _layer_done(self, layer: int, transfers: list[tuple[Source, Transfer]]) -> None:
-        for source, transfer in transfers:
-            try:
-                await transfer
-            except KvxferError as error:
-                raise (error if error is self._error else self._of_source(of_layer(error, layer), source)) from None
-            source.bytes += transfer.bytes_done
-        if self._on_layer is not None:
-            self._on_layer(layer)
+        transfer = self._client.plane.start(
+            work, timeout=timeout, peer=source.ticket.request_id, priority=self._priority
+        )
+        self._running.append(transfer)
+        self._segments += sum(len(part.segments) for part in parts)
+        return transfer
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -342,6 +401,14 @@ class Pull:
         self._client.control.settle_in_background(claim, outcome, error)
         for descriptor in () if source.peer is None else source.peer.descriptors:
             self._client.plane.forget(descriptor)
+
+
+def _of_part(error: KvxferError, parts: Sequence[JoinedPart]) -> KvxferError:
+    """The same error, which says whose layer's it was, as far as the engine names a part and a segment."""
+    number, segment = error.fields.get("part", 0), error.fields.get("segment")
+    if isinstance(number, int) and number < len(parts) and isinstance(segment, int):
+        return of_layer(error, parts[number].layer_of(segment))
+    return error
 
 
 def divide(want: Box, held: Sequence[Box]) -> tuple[list[list[Box]], list[Box]]:

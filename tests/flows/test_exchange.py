@@ -33,7 +33,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.flows import exchange
-from kvxfer.flows.exchange import POSTING_VERSION, Reaching, TransferOffer, negotiate, prepared_layer
+from kvxfer.flows.exchange import POSTING_VERSION, Joined, LayerPart, Reaching, TransferOffer, negotiate, prepared_layer
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import StatusCode
@@ -590,3 +590,25 @@ async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest
     reaching.end()
     with pytest.raises(TransferTimeout):
         await reached
+
+
+def test_layers_are_joined_within_the_limits() -> None:
+    def one(region: int, descriptor: int, count: int, length: int) -> LayerPart:
+        segments = np.full((count, 3), length, np.uint64)
+        return LayerPart(region=region, descriptor=descriptor, segments=segments)
+
+    joined = Joined(segments_max=5, bytes_max=1000)
+    for layer, part in enumerate((one(1, 0, 2, 10), one(1, 0, 2, 20), one(2, 0, 1, 10), one(1, 0, 2, 30))):
+        joined.add(layer, part)
+    joined.add(4, one(1, 0, 1, 2000))
+    assert joined.bytes == 20 + 40 + 10 + 60 + 2000
+    found = joined.take()
+    assert [(each.part.region, each.layers, each.starts) for each in found] == [
+        (1, (0, 1), (0, 2)),
+        (1, (3,), (0,)),
+        (1, (4,), (0,)),
+        (2, (2,), (0,)),
+    ]
+    assert found[0].part.segments[:, 2].tolist() == [10, 10, 20, 20]
+    assert [found[0].layer_of(segment) for segment in range(4)] == [0, 0, 1, 1]
+    assert joined.take() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import kvxfer
 from kvxfer.client import Client
 from kvxfer.coverage import Box, box_of
-from kvxfer.errors import ClosedError, GeometryMismatch, TransferCancelled, UnknownTransfer, UsageError
+from kvxfer.errors import ClosedError, GeometryMismatch, TransferCancelled, TransferTimeout, UnknownTransfer, UsageError
 from kvxfer.flows.publish import Publication
 from kvxfer.flows.pull import divide
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
@@ -289,3 +290,136 @@ def test_a_box_of_a_table_is_what_it_names() -> None:
     held = table(1, 4, 30)
     layout, _ = kvxfer.contiguous_layout(part(first_layer=1, layers=2, head_start=1, kv_heads=2), 8)
     assert box_of(layout, held) == Box(layers=range(1, 3), parts=range(2), heads=range(1, 3), tokens=range(4, 34))
+
+
+# -- one piece or layer by layer -----------------------------------------------------------------------------------
+
+
+async def whole(a: Client, b: Client) -> tuple[KVCache, KVCache, BlockTable]:
+    """The same cache on both sides, filled and empty, and a table."""
+    source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
+    source.regions[0].array[:] = np.arange(source.regions[0].length, dtype=np.uint64).astype(np.uint8)
+    return source, sink, table(3)
+
+
+async def test_a_pull_that_names_no_callback_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        started: list[int] = []
+        start = b.plane.start
+
+        def counted(parts: Any, **options: Any) -> Any:
+            started.append(len([part for part in parts if part.segments is not None]))
+            return start(parts, **options)
+
+        monkeypatch.setattr(b.plane, "start", counted)
+        async with a.publish("r", source, held) as ticket:
+            pulled = await b.pull(ticket, sink, held)
+        assert started == [1, 0]  # all three layers, and the release
+        assert pulled.segments == 3 * 2 * 2  # two of the three blocks are neighbours on both sides
+        assert 0 < pulled.waited_s < pulled.seconds < 30 * slack()
+        layers: list[int] = []
+        async with a.publish("r", source, held) as ticket:
+            again = await b.pull(ticket, sink, held, on_layer=layers.append)
+        assert (layers, started[2:]) == ([0, 1, 2], [1, 1, 1, 0])
+        assert (again.segments, again.bytes) == (pulled.segments, pulled.bytes)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 65536])
+async def test_one_operation_keeps_to_its_limits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.flows.pull.AT_ONCE_BYTES", 3000)
+    monkeypatch.setattr("kvxfer.flows.pull.FIRST_BYTES", 1)
+    async with two_nodes(["shm", "tcp"], segments_max=limit) as (a, b):
+        source, sink, held = await whole(a, b)
+        async with a.publish("r", source, held) as ticket:
+            pulled = await b.pull(ticket, sink, held)
+        assert pulled.bytes == 3 * 2 * TOKENS * 2 * 8 * 4
+        assert np.array_equal(elements(source, held), elements(sink, held), equal_nan=True)
+
+
+async def test_an_error_of_the_one_operation_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        submit = b.plane.engine.submit
+
+        def wrong(kind: Any, region: Any, handle: Any, segments: Any, *rest: Any) -> Any:
+            if segments is not None and len(segments):
+                segments = segments.copy()
+                segments[-1, 0] = sink.regions[0].length  # of the last layer
+            return submit(kind, region, handle, segments, *rest)
+
+        monkeypatch.setattr(b.plane.engine, "submit", wrong)
+        async with a.publish("r", source, held, retryable=True) as ticket:
+            with pytest.raises(kvxfer.KvxferError) as raised:
+                await b.pull(ticket, sink, held)
+            monkeypatch.setattr(b.plane.engine, "submit", submit)
+            await b.pull(ticket, sink, held)
+        if "segment" in raised.value.fields:
+            assert raised.value.fields["layer"] == 2
+
+
+# -- what a callback may do ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [0, 2])
+async def test_a_callback_that_raises_is_the_outcome_and_the_publisher_hears_of_it(last: int) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        seen: list[int] = []
+
+        def bad(layer: int) -> None:
+            seen.append(layer)
+            if layer == last:
+                raise LookupError("of the caller")
+
+        async with a.publish("r", source, held) as ticket:
+            with pytest.raises(LookupError, match="of the caller"):
+                await b.pull(ticket, sink, held, on_layer=bad)
+            assert seen == list(range(last + 1))  # it is not called again
+            assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
+        assert ticket.outcome == "abandoned"
+        assert isinstance(ticket.error, TransferCancelled)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+async def test_a_callback_that_cancels_ends_the_pull(last: int) -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        async with a.publish("r", source, held) as ticket:
+
+            def cancels(layer: int) -> None:
+                if layer == last:
+                    pulling.cancel()
+
+            pulling = asyncio.ensure_future(b.pull(ticket, sink, held, on_layer=cancels))
+            with pytest.raises(asyncio.CancelledError):
+                await pulling
+            assert (b.reservations.pinned_blocks, b.reservations.quarantined_blocks) == (0, 0)
+        assert ticket.outcome in ("abandoned", "released")  # all of it may be read by then
+
+
+async def test_the_time_of_a_callback_counts() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        async with a.publish("r", source, held, retryable=True) as ticket:
+            with pytest.raises(TransferTimeout):
+                await b.pull(ticket, sink, held, on_layer=lambda _: time.sleep(0.6), timeout=0.5 * slack())
+            pulled = await b.pull(ticket, sink, held)  # and nothing is left behind
+        assert pulled.layers == 3
+
+
+async def test_a_callback_that_closes_the_client_in_the_background_ends_the_pull() -> None:
+    async with two_nodes(["shm"]) as (a, b):
+        source, sink, held = await whole(a, b)
+        closing: list[asyncio.Future[None]] = []
+
+        def closes(_: int) -> None:
+            if not closing:
+                closing.append(asyncio.ensure_future(b.aclose()))
+
+        async with a.publish("r", source, held) as ticket:
+            pulling = asyncio.ensure_future(b.pull(ticket, sink, held, on_layer=closes))
+            await asyncio.wait([pulling])
+            await closing[0]
+        assert pulling.exception() is None or isinstance(pulling.exception(), ClosedError)  # it may have been quicker
+        assert ticket.outcome in ("abandoned", "released")
