@@ -12,6 +12,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3 || echo python3)
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -22,7 +23,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-compare bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop vllm-env test-vllm sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-compare bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -110,6 +111,21 @@ test: system-packages check-static ## checks, the suite in three event loop mode
 	tools/system-packages --missing
 	echo "== all passed"
 
+# vLLM has an environment of its own (2.5 GB): it pins its own torch and numpy. kvxfer is there by its path, as it was built here.
+$(VLLM_VENV)/.installed: requirements/vllm.txt
+	@echo "== making $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/vllm.txt
+	@echo "$(CURDIR)" >"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvxfer.pth"
+	@$(VLLM_VENV)/bin/python -c 'import kvxfer, vllm'
+	@touch $@
+
+vllm-env: build $(VLLM_VENV)/.installed ## the environment of `make test-vllm`: vLLM on the CPU beside kvxfer (1 min, 2.5 GB)
+
+test-vllm: vllm-env $(VENV)/.dev ## prefill and decode engines of vLLM over kvxfer (FULL=1: the whole matrix)
+	@echo "== vLLM"
+	@KVXFER_TEST_LOOP=asyncio TEST_VLLM_PYTHON=$(VLLM_VENV)/bin/python KVXFER_TEST_FULL=$(FULL) $(PYTEST) -q --durations=8 tests/integrations/vllm/engines $(ARGS)
+
 system-packages: ## what the tests want beside Python, gcc and make: installed where that is allowed, else named
 	@tools/system-packages
 
@@ -156,4 +172,4 @@ clean: ## remove what was built (the venv stays)
 	find kvxfer tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the venv and the environments of peers
-	rm -rf $(VENV) .bench-peers *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .bench-peers *.egg-info

@@ -75,6 +75,7 @@ TESTS_OF_MORE = (
     "dataplane/test_addresses.py",  # several of one owner: reach and race
     "tools/test_system_packages.py",  # of a script that is no module
     *("test_planner_ranks.py", "flows/test_ranks.py"),
+    "integrations/vllm/engines/",
     *(
         "adversity/",
         "cases/",

@@ -1,0 +1,4 @@
+from typing import Any
+
+class KVCacheConfig:
+    kv_cache_groups: list[Any]

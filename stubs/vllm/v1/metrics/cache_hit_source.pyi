@@ -1,0 +1,4 @@
+from enum import Enum
+
+class CacheHitSource(Enum):
+    P2P = ...
