@@ -60,6 +60,7 @@ from kvxfer.net.listeners import LOCK_NAME, UnixListener, bound_address, check_w
 from kvxfer.rendezvous.postings import BUCKETS_S
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.tasks import TaskOwner, in_thread
+from kvxfer.wire import messages as m
 from kvxfer.wire.session import VERSIONS, Facts
 
 # -- files that killed processes left in the daemon's directory: sockets of engines and files of counters --------------
@@ -648,7 +649,7 @@ class Server:
     def _share_ping_region(self, key: str, region: RegionInfo) -> None:
         descriptor = self.plane.memory.export(region, 0, PING_BYTES, ACCESS_READ | ACCESS_WRITE, None)
         body = msgpack.packb(descriptor.to_dict())
-        _, rest = self.dispatcher.post_own(kind="region", key=key, body=body, lease_s=0.0, claims_max=0)
+        _, rest = self.dispatcher.post_own(m.Post(kind="region", key=key, body=body, lease_s=0.0))
         self.dispatcher.run(rest)
 
     # -- links -----------------------------------------------------------------------------------------------

@@ -83,6 +83,14 @@ async def test_claim_waits_for_its_posting_and_gives_up_in_time() -> None:
         assert 0.1 <= time.monotonic() - started < 1 * slack()
 
 
+async def test_a_worker_posts_no_landing() -> None:
+    async with node() as server, worker(server) as owner:
+        with pytest.raises(AccessDenied, match="posted by its daemon"):
+            await owner.ask(m.Post(kind="landing", key="r", lease_s=5.0))
+        assert server.registry.counts().postings == 1  # the ping region
+        await owner.ask(offer())
+
+
 async def test_lease_runs_out() -> None:
     async with node() as server, worker(server) as owner, worker(server) as claimant:
         await owner.ask(offer(lease_s=0.1))

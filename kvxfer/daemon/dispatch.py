@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kvxfer.config import Config
@@ -29,7 +30,6 @@ from kvxfer.logs import logger
 from kvxfer.net.link import Link, Queues
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.wire import boxes
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 from kvxfer.wire.messages import error_reply
@@ -46,7 +46,7 @@ class Forwarding(Protocol):
     def settle(self, action: act.SettleElsewhere) -> None: ...
     def give_up(self, link: Link, request: int) -> bool: ...
     def forget(self, link: Link) -> None: ...
-    def confirm(self, action: act.Confirm) -> None: ...
+    def confirm(self, link: Link, message: m.Confirm) -> None: ...
     def on_confirm(self, link: Link, message: m.Confirm) -> None: ...
 
 
@@ -56,7 +56,7 @@ class Landings(Protocol):
     def land(self, link: Link, message: m.Land) -> None: ...
     def give_up(self, link: Link, request: int) -> None: ...
     def drain(self) -> None: ...
-    def on_event(self, event: act.Notify) -> None: ...
+    def on_event(self, event: m.PostingEvent) -> None: ...
 
 
 # -- what the workers of this node say of themselves ------------------------------------------------------------------
@@ -145,9 +145,7 @@ class Dispatcher:
         self.draining = False
         self.backpressured = 0
         registry.add_worker(SELF, SELF)
-        self.events = Events(
-            lambda link, event: self._send(link, _message(event)), queue_bytes_max=config.link_queue_bytes_max
-        )
+        self.events = Events(self._send, queue_bytes_max=config.link_queue_bytes_max)
         registry.refuse_claims_on(self.events.slow)
 
     # -- links -----------------------------------------------------------------------------------------------
@@ -201,88 +199,39 @@ class Dispatcher:
                 self.refuse(link, rid, error)
 
     def _on_post(self, link: Link, message: m.Post) -> None:
-        self.run(
-            self.registry.post(
-                self._clock(),
-                link,
-                message.rid,
-                kind=message.kind,
-                key=message.key,
-                body=message.body,
-                lease_s=message.lease_s,
-                claims_max=message.claims_max,
-                boxes=boxes.unpack(message.boxes),
-                private=message.private,
-            )
-        )
+        if message.kind == "landing":
+            raise AccessDenied("a landing is posted by its daemon; ask for one with Land")
+        self.run(self.registry.post(self._clock(), link, message))
 
     def _on_renew(self, link: Link, message: m.Renew) -> None:
-        now = self._clock()
-        self.run(self.registry.renew(now, link, message.rid, posting=message.posting, lease_s=message.lease_s))
+        self.run(self.registry.renew(self._clock(), link, message))
 
     def _on_withdraw(self, link: Link, message: m.Withdraw) -> None:
-        now = self._clock()
-        self.run(self.registry.withdraw(now, link, message.rid, posting=message.posting, reason=message.reason))
+        self.run(self.registry.withdraw(self._clock(), link, message))
 
     def _on_claim(self, link: Link, message: m.Claim) -> None:
         if self.draining:
             raise PeerDraining("this node is shutting down")
         if self._is_elsewhere(link, message.node):
             self.forwarding.forward(link, message)
-            return
-        self.run(
-            self.registry.claim(
-                self._clock(),
-                link,
-                message.rid,
-                kind=message.kind,
-                key=message.key,
-                posting=message.posting,
-                secret=message.secret,
-                wait_s=message.wait_s,
-                engine_id=message.engine_id,
-                node_id=message.node_id,
-                incarnation=message.incarnation,
-                boxes=boxes.unpack(message.boxes),
-            )
-        )
+        else:
+            self.run(self.registry.claim(self._clock(), link, message))
 
     def _on_give_up(self, link: Link, message: m.GiveUp) -> None:
         if not self.forwarding.give_up(link, message.request):
-            self.run(self.registry.give_up(self._clock(), link, request=message.request))
+            self.run(self.registry.give_up(self._clock(), link, message))
             self.landings.give_up(link, message.request)
 
     def _on_settle(self, link: Link, message: m.Settle) -> None:
-        node = message.node if self._is_elsewhere(link, message.node) else ()
-        self.run(
-            self.registry.settle(
-                self._clock(),
-                link,
-                message.rid,
-                posting=message.posting,
-                claim=message.claim,
-                outcome=message.outcome,
-                code=message.code,
-                detail=message.detail,
-                node=node,
-            )
-        )
+        if not self._is_elsewhere(link, message.node):
+            message = replace(message, node=())
+        self.run(self.registry.settle(self._clock(), link, message))
 
     def _on_confirm(self, link: Link, message: m.Confirm) -> None:
         self.forwarding.on_confirm(link, message)
 
     def _on_event(self, link: Link, message: m.PostingEvent) -> None:
-        self.run(
-            self.registry.event_from_peer(
-                self._clock(),
-                link,
-                posting=message.posting,
-                claim=message.claim,
-                what=message.what,
-                code=message.code,
-                detail=message.detail,
-            )
-        )
+        self.run(self.registry.event_from_peer(self._clock(), link, message))
 
     def _on_land(self, link: Link, message: m.Land) -> None:
         if self.draining:
@@ -296,27 +245,29 @@ class Dispatcher:
         if self._is_elsewhere(link, message.node):
             self.forwarding.forward(link, message)
             return
-        source = link.peer.node_id or self._node_id
-        now, rid = self._clock(), message.rid
-        actions = self.registry.mail(now, link, rid, channel=message.channel, data=message.data, source=source)
-        if any(isinstance(action, act.Deliver) and self._is_slow(action) for action in actions):
+        actions = self.registry.mail(self._clock(), link, message, source=link.peer.node_id or self._node_id)
+        if any(isinstance(action, act.Send) and self._is_slow(action) for action in actions):
             # Nothing was held for a listener, so leaving its delivery out undoes the mail: the sender may try again.
-            self.run(action for action in actions if not isinstance(action, act.Deliver | act.Done))
+            self.run(
+                action
+                for action in actions
+                if not (isinstance(action, act.Send) and isinstance(action.message, m.Delivery | m.Done))
+            )
             raise PeerBackpressure("the listener does not keep up", channel=message.channel)
         self.run(actions)
 
-    def _is_slow(self, action: act.Deliver) -> bool:
+    def _is_slow(self, action: act.Send) -> bool:
         """Half of the queue stays free for what must not be refused."""
-        limit, size = self._config.link_queue_bytes_max // 2, len(action.data)
-        if not isinstance(action.link, Link):
+        if not isinstance(action.link, Link) or not isinstance(action.message, m.Delivery):
             return False
+        limit, size = self._config.link_queue_bytes_max // 2, len(action.message.data)
         return action.link.queued_bytes + size > limit or self.queues.full(size, share=0.5)
 
     def _on_listen(self, link: Link, message: m.Listen) -> None:
-        self.run(self.registry.listen(self._clock(), link, message.rid, channel=message.channel))
+        self.run(self.registry.listen(self._clock(), link, message))
 
     def _on_unlisten(self, link: Link, message: m.Unlisten) -> None:
-        self.run(self.registry.unlisten(self._clock(), link, message.rid, channel=message.channel))
+        self.run(self.registry.unlisten(self._clock(), link, message))
 
     def _on_status(self, link: Link, message: m.Status) -> None:
         self._send(link, m.StatusReply(rid=message.rid, body=self._status()))
@@ -355,16 +306,17 @@ class Dispatcher:
             if isinstance(action, act.SettleElsewhere):
                 self.forwarding.settle(action)
                 continue
-            if isinstance(action, act.Confirm):
-                self.forwarding.confirm(action)
-                continue
             touched.add(action.link)
-            if isinstance(action, act.Notify) and isinstance(action.link, Link) and action.link.peer.role == "worker":
-                self.events.tell(action.link, action)
+            if isinstance(action, act.Refused):
+                if isinstance(action.link, Link):
+                    self.refuse(action.link, action.rid, action.error)
+            elif isinstance(action.message, m.PostingEvent):
+                self._tell(action, action.message)
             elif isinstance(action.link, Link):
-                self._send(action.link, _message(action))
-            elif isinstance(action, act.Notify):
-                self.landings.on_event(action)
+                if isinstance(action.message, m.Confirm):
+                    self.forwarding.confirm(action.link, action.message)
+                else:
+                    self._send(action.link, action.message)
         for link in touched:
             if isinstance(link, Link):
                 self._follow(link)
@@ -372,33 +324,31 @@ class Dispatcher:
         if self._idle is not None and not self._live():
             self._idle.set()
 
-    def post_own(
-        self, *, kind: str, key: str, body: bytes, lease_s: float, claims_max: int, namespace: str = ""
-    ) -> tuple[act.Posted, list[act.Action]]:
+    def _tell(self, action: act.Send, event: m.PostingEvent) -> None:
+        """Tell the owner of a posting, or a claimant, what happened."""
+        link = action.link
+        if not isinstance(link, Link):
+            self.landings.on_event(event)
+        elif link.peer.role == "worker":
+            self.events.tell(link, event, action.kind)
+        else:
+            self._send(link, event)
+
+    def post_own(self, message: m.Post, *, namespace: str = "") -> tuple[m.Posted, list[act.Action]]:
         """Post something of the daemon's own; returns the answer and what else is to be done (`run` it afterwards)."""
-        now = self._clock()
-        first, *rest = self.registry.post(
-            now,
-            SELF,
-            0,
-            kind=kind,
-            key=key,
-            body=body,
-            lease_s=lease_s,
-            claims_max=claims_max,
-            namespace=namespace,
-        )
-        while not isinstance(first, act.Posted):
+        rest = self.registry.post(self._clock(), SELF, message, namespace=namespace)
+        while True:
+            first, *rest = rest
+            if isinstance(first, act.Send) and isinstance(first.message, m.Posted):
+                return first.message, rest
             if isinstance(first, act.Refused) and first.link == SELF:
                 self.run(rest)
                 raise first.error
             self.run([first])
-            first, *rest = rest
-        return first, rest
 
     def withdraw_own(self, posting: str, reason: str) -> None:
         """End one of the daemon's own postings; harmless when it has ended."""
-        self.run(self.registry.withdraw(self._clock(), SELF, 0, posting=posting, reason=reason))
+        self.run(self.registry.withdraw(self._clock(), SELF, m.Withdraw(posting=posting, reason=reason)))
 
     def send_away(self, *, kind: str, key: str, namespace: str, error: KvxferError) -> None:
         """Tell those who wait for something of the daemon's own that it will not be posted."""
@@ -485,46 +435,6 @@ class Dispatcher:
     def _expire(self) -> None:
         self._timer = None
         self.run(self.registry.expire(self._clock()))
-
-
-def _message(action: act.Action) -> Message:
-    """The message that an action is on the wire."""
-    match action:
-        case act.Done():
-            return m.Done(rid=action.rid)
-        case act.Refused():
-            return error_reply(action.error, action.rid)
-        case act.Posted():
-            return m.Posted(
-                rid=action.rid, posting=action.posting, secret=action.secret, expires_in_s=action.expires_in_s
-            )
-        case act.Claimed():
-            return m.Claimed(
-                rid=action.rid,
-                posting=action.posting,
-                claim=action.claim,
-                body=action.body,
-                expires_in_s=action.expires_in_s,
-                node_id=action.node_id,
-                incarnation=action.incarnation,
-                boxes=boxes.pack(action.boxes),
-            )
-        case act.Notify():
-            return m.PostingEvent(
-                posting=action.posting,
-                claim=action.claim,
-                what=action.what,
-                code=action.code,
-                detail=action.detail,
-                engine_id=action.engine_id,
-                boxes=boxes.pack(action.boxes),
-            )
-        case act.Deliver():
-            return m.Delivery(channel=action.channel, data=action.data, source=action.source)
-        case act.SettleElsewhere():
-            return m.Settle(posting=action.posting, claim=action.claim, outcome=action.outcome, code=action.code)
-        case act.Confirm():
-            return m.Confirm(session=action.session, claims=m.pack_claims(action.claims))
 
 
 _HANDLERS: dict[type[Message], Callable[[Dispatcher, Link, Any], None]] = {

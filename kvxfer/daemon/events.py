@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvxfer.net.link import Link
-from kvxfer.rendezvous.actions import Notify
+from kvxfer.wire.messages import PostingEvent
 
 QUEUE_PART = 16  # of a link's bound: so much of it may events fill
 KEPT_MAX = 1024  # claims with events that a worker has not taken yet, until new claims on its postings are refused
@@ -28,11 +28,11 @@ Key = tuple[str, int]
 class Events:
     """Of all links of one daemon. ``send`` queues an event on a link, which may end it."""
 
-    def __init__(self, send: Callable[[Link, Notify], None], *, queue_bytes_max: int) -> None:
+    def __init__(self, send: Callable[[Link, PostingEvent], None], *, queue_bytes_max: int) -> None:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._queue_bytes_max = queue_bytes_max // QUEUE_PART
-        self._kept: dict[Link, OrderedDict[Key, list[Notify]]] = {}
+        self._kept: dict[Link, OrderedDict[Key, list[PostingEvent]]] = {}
         self._look: asyncio.TimerHandle | None = None
         self.merged = 0
 
@@ -44,15 +44,15 @@ class Events:
         """The worker does not keep up with what happens to its postings."""
         return isinstance(link, Link) and self.kept(link) >= KEPT_MAX
 
-    def tell(self, link: Link, event: Notify) -> None:
-        """Queue an event, or keep it until the link has room."""
+    def tell(self, link: Link, event: PostingEvent, kind: str) -> None:
+        """Queue an event about a posting of this kind, or keep it until the link has room."""
         if link.closed.done():
             return
         waiting = self._kept.get(link)
         if waiting is None and link.queued_bytes <= self._queue_bytes_max:
             self._send(link, event)
             return
-        self._keep(link, replace(event, detail=event.detail[:KEPT_DETAIL_CHARS]))
+        self._keep(link, replace(event, detail=event.detail[:KEPT_DETAIL_CHARS]), kind)
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_again)
 
@@ -66,11 +66,11 @@ class Events:
         if self._look is not None:
             self._look.cancel()
 
-    def _keep(self, link: Link, event: Notify) -> None:
+    def _keep(self, link: Link, event: PostingEvent, kind: str) -> None:
         waiting = self._kept.setdefault(link, OrderedDict())
         key = (event.posting, event.claim)
         before = waiting.get(key, [])
-        if event.claim and event.kind == "region" and event.what in ENDS and before and before[0].what == "claimed":
+        if event.claim and kind == "region" and event.what in ENDS and before and before[0].what == "claimed":
             del waiting[key]  # it came and went
             self.merged += 1 + len(before)
             if not waiting:

@@ -35,7 +35,6 @@ from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import ClaimKey, too_many
 from kvxfer.rendezvous.shares import Shares
 from kvxfer.tasks import ANSWER, Deadline, TaskOwner
-from kvxfer.wire import boxes
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
 
@@ -126,17 +125,17 @@ class Forwarder:
             try:
                 self._begin(worker)
             except TooManyPending as error:
-                self._dispatcher.refuse(worker, action.rid, error)
+                self._dispatcher.refuse(worker, action.message.rid, error)
                 return
         with contextlib.suppress(ClosedError):  # this daemon ends, and the other node hears of that
             task = self._owner.spawn(self._settle(action, worker), "settle elsewhere")
-            self._settling[task] = claim = (action.posting, action.claim)
+            self._settling[task] = claim = (action.message.posting, action.message.claim)
             self._told_now[claim] += 1
             task.add_done_callback(self._settled)
 
-    def confirm(self, action: act.Confirm) -> None:
+    def confirm(self, link: Link, message: m.Confirm) -> None:
         """Ask another node which of these claims it knows."""
-        self._confirmations.ask(action)
+        self._confirmations.ask(link, message)
 
     def on_confirm(self, link: Link, message: m.Confirm) -> None:
         """Another node asks us. Raises `ProtocolError`, and `TooManyPending` for too many questions at once."""
@@ -232,18 +231,8 @@ class Forwarder:
             return reply
 
     def _claimed(self, link: Link, rid: int, reply: m.Claimed) -> None:
-        answer = act.Claimed(
-            link=link,
-            rid=rid,
-            posting=reply.posting,
-            claim=reply.claim,
-            body=reply.body,
-            expires_in_s=reply.expires_in_s,
-            node_id=reply.node_id,
-            incarnation=reply.incarnation,
-            boxes=boxes.unpack(reply.boxes),
-        )
-        self._dispatcher.run(self._dispatcher.registry.claimed_elsewhere(self._clock(), answer))
+        answer = replace(reply, rid=rid)
+        self._dispatcher.run(self._dispatcher.registry.claimed_elsewhere(self._clock(), link, answer))
         self._dispatcher.follow_node(reply.node_id)
 
     async def _settle(self, action: act.SettleElsewhere, worker: Link | None) -> None:
@@ -253,10 +242,10 @@ class Forwarder:
             if isinstance(error, NOT_TOLD):
                 self.unsettled.keep(action)
             if worker is not None:
-                self._dispatcher.refuse(worker, action.rid, error)
+                self._dispatcher.refuse(worker, action.message.rid, error)
         else:
             if worker is not None:
-                self._dispatcher.reply(worker, m.Done(rid=action.rid))
+                self._dispatcher.reply(worker, m.Done(rid=action.message.rid))
         finally:
             if worker is not None and not action.node_id:
                 self._end(worker)
@@ -264,17 +253,11 @@ class Forwarder:
     def _told_late(self, action: act.SettleElsewhere) -> None:
         """A second answer: its worker need not remember this settlement for another daemon any longer."""
         if isinstance(action.link, Link) and not action.link.closed.done():
-            self._dispatcher.reply(action.link, m.Done(rid=action.rid))
+            self._dispatcher.reply(action.link, m.Done(rid=action.message.rid))
 
     async def _tell(self, action: act.SettleElsewhere) -> None:
         """Settle at another node and wait until it has answered."""
-        message = m.Settle(
-            posting=action.posting,
-            claim=action.claim,
-            outcome=action.outcome,
-            code=action.code,
-            detail=action.detail,
-        )
+        message = replace(action.message, node=(), rid=0)
         deadline = Deadline.after(self._config.connect_s + REPLY_MARGIN_S)
         try:
             peer = await self._link_to(action, deadline)
@@ -285,7 +268,7 @@ class Forwarder:
     async def _link_to(self, action: act.SettleElsewhere, deadline: Deadline) -> Link:
         """Ours, or when the node cannot be dialled (any more) the one that it made."""
         try:
-            return await self._pool.get(action.node, action.node_id, deadline, newest=False)
+            return await self._pool.get(action.message.node, action.node_id, deadline, newest=False)
         except PeerUnreachable:
             theirs = self._dispatcher.link_from(action.node_id)
             if theirs is None:

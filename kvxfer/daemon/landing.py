@@ -637,29 +637,24 @@ class StagingPool:
             return
         landing.ticket = posted.posting
         self._by_posting[landing.ticket] = landing
-        claimed = self._dispatcher.registry.claim(
-            self._clock(),
-            link,
-            message.rid,
+        claim = m.Claim(
+            rid=message.rid,
             kind="ticket",
             posting=posted.posting,
             secret=posted.secret,
             engine_id=message.engine_id,
         )
+        claimed = self._dispatcher.registry.claim(self._clock(), link, claim)
         self._dispatcher.run([*rest, *claimed])
-        if not any(isinstance(action, act.Claimed) and action.posting == landing.ticket for action in claimed):
+        answers = (action.message for action in claimed if isinstance(action, act.Send))
+        if not any(isinstance(answer, m.Claimed) and answer.posting == landing.ticket for answer in answers):
             self._end(landing, ClosedError("it could not be claimed"), tell=False)
 
-    def _post(self, landing: StagingBuffer, kind: str, access: int) -> tuple[act.Posted, list[act.Action]]:
+    def _post(self, landing: StagingBuffer, kind: str, access: int) -> tuple[m.Posted, list[act.Action]]:
         """Offer access to the memory, once; see `Dispatcher.post_own`."""
-        return self._dispatcher.post_own(
-            kind=kind,
-            key=landing.key,
-            body=self._grant(landing, access),
-            lease_s=landing.lease_s,
-            claims_max=1,
-            namespace=landing.namespace,
-        )
+        body = self._grant(landing, access)
+        message = m.Post(kind=kind, key=landing.key, body=body, lease_s=landing.lease_s, claims_max=1)
+        return self._dispatcher.post_own(message, namespace=landing.namespace)
 
     def _grant(self, landing: StagingBuffer, access: int) -> bytes:
         """Access to the memory, as the body of a posting."""
@@ -715,7 +710,7 @@ class StagingPool:
         self._by_posting[landing.posting] = landing
         self._dispatcher.run(rest)
 
-    def on_event(self, event: act.Notify) -> None:
+    def on_event(self, event: m.PostingEvent) -> None:
         """Something happened to one of the daemon's own postings."""
         landing = self._by_posting.get(event.posting)
         if landing is None or event.what == "claimed":
@@ -783,7 +778,7 @@ def _left(key: str, link: Link) -> KvxferError:
     return TransferCancelled(f"the push of {key} was given up before it began", by="peer")
 
 
-def _ended(key: str, event: act.Notify) -> KvxferError:
+def _ended(key: str, event: m.PostingEvent) -> KvxferError:
     """Why a landing ends, by what became of its claim or its posting."""
     what = f"the push of {key} ended before it was committed"
     if event.what == "lost":

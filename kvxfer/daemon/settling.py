@@ -13,14 +13,13 @@ import contextlib
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvxfer.config import Config
 from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.errors import NOT_TOLD, ClosedError, KvxferError, ProtocolError, TooManyPending
 from kvxfer.logs import logger
 from kvxfer.net.link import Link
-from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
 from kvxfer.rendezvous.shares import Shares
@@ -80,10 +79,10 @@ class Settlements:
         if len(self) >= self._limit:
             self._give_up(action, "too many wait already")
             return
-        name = action.node_id or ",".join(action.node)
+        name = action.node_id or ",".join(action.message.node)
         node = self._nodes.get(name)
         known = node or _Node()
-        claim = (action.posting, action.claim)
+        claim = (action.message.posting, action.message.claim)
         if claim not in known.waiting:
             self._kept[claim] += 1
         known.waiting[claim] = (action, self._clock() + self._keep_s)
@@ -121,7 +120,7 @@ class Settlements:
                     return
                 self._give_up(action, str(error))
             except KvxferError as refused:  # it knows nothing of the claim: there is nothing left to end
-                log.debug("claim %d of %s was settled late: %s", action.claim, action.posting, refused)
+                log.debug("claim %d of %s was settled late: %s", action.message.claim, action.message.posting, refused)
             if node.waiting.pop(key, None) is not None:
                 self._kept[key] -= 1
                 if not self._kept[key]:
@@ -130,7 +129,7 @@ class Settlements:
 
     def _give_up(self, action: SettleElsewhere, why: str) -> None:
         self.given_up += 1
-        log.warning("node %s was never told that claim %d ended: %s", action.node_id, action.claim, why)
+        log.warning("node %s was never told that claim %d ended: %s", action.node_id, action.message.claim, why)
 
 
 # -- after a lost connection the owner of claims asks the other node which of them it knows ----------------------------
@@ -173,28 +172,25 @@ class Confirmations:
         while len(self._asked) > ASKED_MAX:
             self._asked.popitem(last=False)
 
-    def ask(self, action: act.Confirm) -> None:
+    def ask(self, link: Link, message: m.Confirm) -> None:
         """Find out, and end what the other side does not know. An older peer cannot be asked: leases end it."""
-        link = action.link
-        if not isinstance(link, Link) or not link.speaks(m.Confirm):
-            return
-        for some in m.claims_in_messages(action.claims):
+        if link.speaks(m.Confirm):
             with contextlib.suppress(ClosedError):  # this daemon ends, and its postings with it
-                self._owner.spawn(self._ask(link, replace(action, claims=tuple(some))), "confirm claims")
+                self._owner.spawn(self._ask(link, message), "confirm claims")
 
-    async def _ask(self, link: Link, action: act.Confirm) -> None:
-        message = m.Confirm(session=action.session, claims=m.pack_claims(action.claims))
+    async def _ask(self, link: Link, message: m.Confirm) -> None:
+        claims = m.unpack_claims(message.claims)
         try:
             reply = await link.request(message, timeout=self._config.lease_s)
             if not isinstance(reply, m.Done):
                 raise ProtocolError("a question about claims was answered with something else")
-            unknown = set(m.unpack_claims(reply.value)).intersection(action.claims)
+            unknown = set(m.unpack_claims(reply.value)).intersection(claims)
         except KvxferError as failure:  # asked again when the claims change hands the next time
-            log.debug("%s: %d claims are not confirmed: %s", link.name, len(action.claims), failure)
+            log.debug("%s: %d claims are not confirmed: %s", link.name, len(claims), failure)
             return
         if unknown:
-            log.info("%s does not know %d of %d claims", link.name, len(unknown), len(action.claims))
-        self._dispatcher.run(self._dispatcher.registry.never_arrived(self._clock(), action.session, sorted(unknown)))
+            log.info("%s does not know %d of %d claims", link.name, len(unknown), len(claims))
+        self._dispatcher.run(self._dispatcher.registry.never_arrived(self._clock(), message.session, sorted(unknown)))
 
     def answer(self, link: Link, message: m.Confirm) -> asyncio.Task[None]:
         """The task that answers. Raises `ProtocolError` for a question that makes no sense, `TooManyPending`."""

@@ -33,7 +33,6 @@ from kvxfer.errors import (
 from kvxfer.net.link import Link, LinkFacts
 from kvxfer.tasks import ANSWER, CONNECTING, Deadline, TaskOwner, shared
 from kvxfer.wire import messages as m
-from kvxfer.wire.boxes import pack, unpack
 from kvxfer.wire.codec import Message
 from kvxfer.wire.messages import DETAILS_MAX, Report, exception_of
 
@@ -324,7 +323,7 @@ class Control:
 
         Cancelled or failed: nothing stays posted, also when the daemon answers later.
         """
-        wanted = pack(boxes)
+        wanted = tuple(boxes)
         message = m.Post(
             kind=kind, key=key, body=body, lease_s=lease_s, claims_max=claims_max, boxes=wanted, private=private
         )
@@ -409,7 +408,7 @@ class Control:
             raise
         if not isinstance(reply, m.Claimed):
             raise ProtocolError("the daemon answered a claim with something else", got=type(reply).__name__)
-        handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim, unpack(reply.boxes))
+        handle = ClaimHandle(tuple(message.node), reply.posting, reply.claim, reply.boxes)
         if not reply.claim:
             if not (isinstance(message, m.Claim) and message.boxes):
                 raise ProtocolError("the daemon granted a claim without a number")

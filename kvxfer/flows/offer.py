@@ -36,7 +36,7 @@ from kvxfer.memory.region import KVCache, Region
 from kvxfer.memory.reservations import Reservation
 from kvxfer.native.engine import Event, EventKind
 from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline
-from kvxfer.wire import boxes, tags
+from kvxfer.wire import tags
 from kvxfer.wire.messages import PostingEvent
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Landing:
         if self.committed:
             return
         if event.what == "claimed":
-            self._learned(self._incoming.claimed(event.claim, boxes.unpack(event.boxes)))
+            self._learned(self._incoming.claimed(event.claim, event.boxes))
             return
         writer = self._incoming.writers.get(event.claim)
         if writer is not None and writer.committed and event.what in ("settled", "lost", "orphaned"):

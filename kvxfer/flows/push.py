@@ -50,7 +50,7 @@ from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan, contiguous_layout
 from kvxfer.tasks import NOTIFYING, ROOM, TRANSFERRING, Deadline
-from kvxfer.wire import boxes, tags
+from kvxfer.wire import tags
 from kvxfer.wire.messages import Claim, Land, PostingEvent
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Push:
         return self
 
     def _require_granted(self, plan: Plan) -> None:
-        """The daemon of the offer means what we mean. One that does not know of parts would take ours for the whole."""
+        """The daemon of the offer means what we mean: it has granted exactly what this push writes."""
         granted = () if self._claim is None else self._claim.boxes
         size = sum(box.elements for box in granted)
         if plan.box.elements == common_elements([plan.box], granted) == size if granted else plan.complete:
@@ -213,7 +213,7 @@ class Push:
             lease_s = self._client.config.lease_s
             request = Land(node=self._to, key=key, length=length, body=wanted, lease_s=lease_s, wait_s=wait_s)
         else:
-            mine = boxes.pack([box_of(self._cache.layout, self._table)])
+            mine = (box_of(self._cache.layout, self._table),)
             request = claim_of(self._ticket, "offer") if self._ticket else Claim(node=self._to, kind="offer", key=key)
             request = replace(request, wait_s=wait_s, boxes=mine)
         claim, body = await control.claim(request, deadline, self._on_claim)

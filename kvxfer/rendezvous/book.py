@@ -8,10 +8,9 @@ and return the actions otherwise. Who may do what is decided here; who is linked
 from __future__ import annotations
 
 import hmac
-import math
 from collections.abc import Callable, Iterable, Sequence
 
-from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, Config
+from kvxfer.config import CLAIM_NUMBER_MAX, Config
 from kvxfer.coverage import Box, common_elements, overlap_itself
 from kvxfer.errors import (
     BY_CODE,
@@ -28,7 +27,7 @@ from kvxfer.errors import (
     UsageError,
     WrongKey,
 )
-from kvxfer.rendezvous.actions import Action, Claimed, Confirm, Done, Link, Notify, Posted, Refused
+from kvxfer.rendezvous.actions import Action, Link, Refused, Send
 from kvxfer.rendezvous.postings import (
     AGAIN_WAIT_S,
     AIMS,
@@ -57,8 +56,8 @@ from kvxfer.rendezvous.postings import (
     used_up,
 )
 from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.wire import messages as m
 
-DETAIL_CHARS_MAX = 1000
 DRAINED = "the daemon was told to stop, and its time to drain is over"
 NEVER_ARRIVED = "the claimant's node knows nothing of the claim: the grant was lost with its connection"
 _ID_ATTEMPTS = 8
@@ -117,41 +116,33 @@ class Book:
         self,
         now: float,
         party: Party,
-        rid: int,
-        *,
-        kind: str,
-        key: str,
-        body: bytes,
-        lease_s: float,
-        claims_max: int,
+        message: m.Post,
         namespace: str = "",
-        boxes: tuple[Box, ...] = (),
-        private: bool = False,
     ) -> list[Action]:
         """Post in the party's namespace; the daemon itself also in others."""
         if self.draining:
             raise PeerDraining("this node is shutting down and takes no new postings")
         if not party.is_worker:
             raise AccessDenied("only a worker of this node may post here")
-        check_posting(kind, key, body, claims_max)
-        check_boxes(kind, boxes, private)
+        kind, key, body = message.kind, message.key, message.body
+        check_posting(message)
         self._check_room(party, len(body))
         line: Line = (namespace or party.namespace, kind, key)
-        if kind in FOUND_BY_KEY and not private and line in self._by_key:
+        if kind in FOUND_BY_KEY and not message.private and line in self._by_key:
             raise UsageError(f"this {kind} is already posted", key=key)
-        deadline = self._deadline(now, kind, lease_s)
+        deadline = self._deadline(now, kind, message.lease_s)
         posting = Posting(
             id=self._new_id(),
-            secret=self._random(16),
+            secret=self._random(m.POSTING_SECRET_BYTES),
             owner=party,
             kind=kind,
             key=key,
             body=body,
-            places=0 if boxes else 1 if kind in SINGLE_USE else claims_max,
+            places=0 if message.boxes else 1 if kind in SINGLE_USE else message.claims_max,
             deadline=deadline,
             namespace=line[0],
-            boxes=boxes,
-            private=private,
+            boxes=message.boxes,
+            private=message.private,
         )
         self._postings[posting.id] = party.postings[posting.id] = posting
         self.posting_bytes += len(body)
@@ -161,23 +152,24 @@ class Book:
             self._ended.renewed(line)
         if deadline is not None:
             self._timeline.set(("posting", posting.id, 0), deadline)
-        return [_posted(now, party, rid, posting), *self._serve(now, posting)]
+        return [_posted(now, party, message.rid, posting), *self._serve(now, posting)]
 
-    def renew(self, now: float, party: Party, rid: int, posting_id: str, lease_s: float) -> list[Action]:
-        posting = self._owned(party, posting_id)
-        posting.deadline = self._deadline(now, posting.kind, lease_s)
+    def renew(self, now: float, party: Party, message: m.Renew) -> list[Action]:
+        posting = self._owned(party, message.posting)
+        posting.deadline = self._deadline(now, posting.kind, message.lease_s)
         if posting.deadline is None:
             self._timeline.drop(("posting", posting.id, 0))
         else:
             self._timeline.set(("posting", posting.id, 0), posting.deadline)
-        return [_posted(now, party, rid, posting)]
+        return [_posted(now, party, message.rid, posting)]
 
-    def withdraw(self, now: float, party: Party, rid: int, posting_id: str, reason: str) -> list[Action]:
+    def withdraw(self, now: float, party: Party, message: m.Withdraw) -> list[Action]:
         """Withdrawing what has already ended is harmless."""
-        if posting_id not in self._postings and self._remembered(party, posting_id) is not None:
-            return [Done(link=party.link, rid=rid)]
-        posting = self._owned(party, posting_id)
-        return [Done(link=party.link, rid=rid), *self._end(now, posting, "withdrawn", "", reason)]
+        done = Send(link=party.link, message=m.Done(rid=message.rid))
+        if message.posting not in self._postings and self._remembered(party, message.posting) is not None:
+            return [done]
+        posting = self._owned(party, message.posting)
+        return [done, *self._end(now, posting, "withdrawn", "", message.reason)]
 
     def owner_lost(self, now: float, posting: Posting) -> list[Action]:
         """The owner is gone; the claimants are told at once."""
@@ -191,10 +183,8 @@ class Book:
             self._drop_waiter(waiter)
             actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=PeerDraining("the node shuts down")))
         for posting in [posting for posting in self._postings.values() if not posting.claims]:
-            notice = Notify(
-                link=posting.owner.link, posting=posting.id, claim=0, what="withdrawn", code=PeerDraining.code
-            )
-            actions += [notice, *self._end(now, posting, "withdrawn", PeerDraining.code, "")]
+            actions.append(_to_owner(posting, "withdrawn", PeerDraining.code))
+            actions += self._end(now, posting, "withdrawn", PeerDraining.code, "")
         return actions
 
     def cut_off(self, now: float) -> list[Action]:
@@ -209,38 +199,25 @@ class Book:
 
     # -- the claimant ----------------------------------------------------------------------------------------
 
-    def claim(
-        self,
-        now: float,
-        party: Party,
-        rid: int,
-        *,
-        kind: str,
-        key: str,
-        posting_id: str,
-        secret: bytes,
-        wait_s: float,
-        engine_id: str,
-        boxes: tuple[Box, ...] = (),
-    ) -> list[Action]:
+    def claim(self, now: float, party: Party, message: m.Claim) -> list[Action]:
         if self.draining:
             raise PeerDraining("this node is shutting down")
-        if not 0 <= wait_s <= self._config.wait_s_max:
+        wait_s, posting_id = message.wait_s, message.posting
+        if wait_s > self._config.wait_s_max:
             raise UsageError("bad wait", wait_s=wait_s, wait_s_max=self._config.wait_s_max)
-        check_boxes("offer", boxes, False)
-        if posting_id and self._written(self._remembered(party, posting_id), boxes, engine_id):
-            return [self._nothing_to_do(party, rid, posting_id)]
-        found = self._find_by_id(party, kind, posting_id, secret) if posting_id else self._find_by_key(party, kind, key)
-        posting = found
+        check_boxes("offer", message.boxes, False)
+        if posting_id and self._written(self._remembered(party, posting_id), message):
+            return [self._nothing_to_do(party, message.rid, posting_id)]
+        posting = self._find_by_id(party, message) if posting_id else self._find_by_key(party, message)
         if posting is not None and posting.free:
-            return self._match(now, posting, party, rid, engine_id, boxes)
-        line: Line = ("", "", posting_id) if posting_id else (party.namespace, kind, key)
+            return self._match(now, posting, party, message)
+        line: Line = ("", "", posting_id) if posting_id else (party.namespace, message.kind, message.key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
-        if self._copied(now, line, boxes, engine_id):
+        if self._copied(now, line, message):
             wait_s = min(wait_s, AGAIN_WAIT_S)
         if wait_s == 0:
-            return [self._not_served(now, party, rid, line, why, boxes, engine_id)]
-        waiter = self._waiting.enter(party, rid, line, engine_id, why, boxes)
+            return [self._not_served(now, party, message, line, why)]
+        waiter = self._waiting.enter(party, message, line, why)
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
 
@@ -253,27 +230,25 @@ class Book:
         self._drop_waiter(what)
         return []
 
-    def settle(
-        self, now: float, party: Party, rid: int, key: ClaimKey, outcome: str, code: str, detail: str
-    ) -> list[Action]:
+    def settle(self, now: float, party: Party, message: m.Settle) -> list[Action]:
         """End a claim, by its claimant or by the posting's owner. Doing it again is harmless and counts once."""
-        posting_id, number = key
+        posting_id, number, code, detail = message.posting, message.claim, message.code, message.detail
         posting = self._visible(party, posting_id)
         known: Posting | Ended | None = posting or self._remembered(party, posting_id)
         if known is None or not 1 <= number <= known.issued:
-            raise UnknownTransfer("no such claim", posting=posting_id[:40], claim=number)
+            raise UnknownTransfer("no such claim", posting=posting_id, claim=number)
         claim = posting.claims.get(number) if posting is not None else None
-        done: list[Action] = [Done(link=party.link, rid=rid)]
+        done: list[Action] = [Send(link=party.link, message=m.Done(rid=message.rid))]
         if posting is None or claim is None:
             return done
         claimant = _is_claimant(party, claim)
         if not claimant and party is not posting.owner:
             raise AccessDenied("this claim is somebody else's", posting=posting_id, claim=number)
-        if outcome == "done":
+        if message.outcome == "done":
             return done + self._settle(now, claim, "settled", "done", detail, tell=claimant)
         # A daemon that lost its worker says so with this code.
-        what = "lost" if outcome == "failed" and code == PeerLost.code else "settled"
-        told = code if code not in ("", "done") else outcome
+        what = "lost" if message.outcome == "failed" and code == PeerLost.code else "settled"
+        told = code if code not in ("", "done") else message.outcome
         return done + self._settle(now, claim, what, told, detail, tell=claimant)
 
     def claimant_lost(self, now: float, claim: ClaimEntry) -> list[Action]:
@@ -316,7 +291,11 @@ class Book:
             claim.party = party
             party.claims[claim.key] = claim
             sessions.setdefault(claim.session, []).append(claim.key)
-        return [Confirm(link=party.link, session=name, claims=tuple(keys)) for name, keys in sessions.items() if name]
+        return [
+            Send(link=party.link, message=m.Confirm(session=name, claims=m.pack_claims(some)))
+            for name, keys in sessions.items()
+            for some in m.claims_in_messages(keys if name else ())
+        ]
 
     def never_arrived(self, now: float, key: ClaimKey, session: str) -> list[Action]:
         """The claimant's node does not know this claim, and the connection over which it was granted has ended there
@@ -343,14 +322,12 @@ class Book:
             waiter = self._waiting.get(number) if what == "waiter" else None
             if waiter is not None:
                 self._drop_waiter(waiter)
-                left = (waiter.line, waiter.why, waiter.boxes, waiter.engine_id)
-                actions.append(self._not_served(now, waiter.party, waiter.rid, *left))
+                actions.append(self._not_served(now, waiter.party, waiter.message, waiter.line, waiter.why))
             elif posting is not None and what == "orphan":
                 actions += self.claimant_lost(now, posting.claims[number])
             elif posting is not None and what == "posting":
-                owner, code = posting.owner.link, LeaseExpired.code
-                actions.append(Notify(link=owner, posting=posting.id, claim=0, what="expired", code=code))
-                actions += self._end(now, posting, "expired", code, "")
+                actions.append(_to_owner(posting, "expired", LeaseExpired.code))
+                actions += self._end(now, posting, "expired", LeaseExpired.code, "")
         return actions
 
     # -- the parts -------------------------------------------------------------------------------------------
@@ -371,8 +348,8 @@ class Book:
         raise InternalError("the random source repeats itself")
 
     def _deadline(self, now: float, kind: str, lease_s: float) -> float | None:
-        if not math.isfinite(lease_s) or not 0 <= lease_s <= self._config.lease_s_max:
-            raise UsageError("bad lease", lease_s=str(lease_s), lease_s_max=self._config.lease_s_max)
+        if lease_s > self._config.lease_s_max:
+            raise UsageError("bad lease", lease_s=lease_s, lease_s_max=self._config.lease_s_max)
         if lease_s == 0 and kind == "region":
             return None
         return now + (lease_s or self._config.lease_s)
@@ -394,59 +371,57 @@ class Book:
         ended = self._ended.get(posting_id)
         return ended if ended is not None and ended.namespace == party.namespace else None
 
-    def _find_by_id(self, party: Party, kind: str, posting_id: str, secret: bytes) -> Posting:
-        posting = self._visible(party, posting_id)
+    def _find_by_id(self, party: Party, message: m.Claim) -> Posting:
+        posting = self._visible(party, message.posting)
         if posting is None:
-            raise gone(posting_id, self._remembered(party, posting_id))
-        if not hmac.compare_digest(posting.secret, secret):
-            raise WrongKey("the secret does not match the posting's", posting=posting_id)
-        if kind and kind != posting.kind:
-            raise UnknownTransfer(f"the posting is no {kind[:40]}", posting=posting_id)
+            raise gone(message.posting, self._remembered(party, message.posting))
+        if not hmac.compare_digest(posting.secret, message.secret):
+            raise WrongKey("the secret does not match the posting's", posting=posting.id)
+        if message.kind != posting.kind:
+            raise UnknownTransfer(f"the posting is no {message.kind}", posting=posting.id)
         if posting.used_up:
             raise used_up(posting)
         return posting
 
-    def _find_by_key(self, party: Party, kind: str, key: str) -> Posting | None:
-        if kind not in FOUND_BY_KEY:
-            raise AccessDenied("this kind is claimed with posting and secret, not by key", kind=kind[:40])
-        line: Line = (party.namespace, kind, key)
+    def _find_by_key(self, party: Party, message: m.Claim) -> Posting | None:
+        if message.kind not in FOUND_BY_KEY:
+            raise AccessDenied("this kind is claimed with posting and secret, not by key", kind=message.kind)
+        line: Line = (party.namespace, message.kind, message.key)
         if self._ended.expired(line):
-            raise LeaseExpired(f"the {kind} ran out", key=key[:KEY_CHARS_MAX])
+            raise LeaseExpired(f"the {message.kind} ran out", key=message.key)
         return self._by_key.get(line)
 
-    def _not_served(
-        self, now: float, party: Party, rid: int, line: Line, why: str, boxes: tuple[Box, ...], engine_id: str
-    ) -> Action:
+    def _not_served(self, now: float, party: Party, message: m.Claim, line: Line, why: str) -> Action:
         """The end of a claim that found nothing. If others wrote its part of the last offer, that is a success."""
-        if self._copied(now, line, boxes, engine_id):
-            return self._nothing_to_do(party, rid, self._ended.last_id(line))
-        return Refused(link=party.link, rid=rid, error=not_served(line, why))
+        if self._copied(now, line, message):
+            return self._nothing_to_do(party, message.rid, self._ended.last_id(line))
+        return Refused(link=party.link, rid=message.rid, error=not_served(line, why))
 
-    def _written(self, ended: Ended | None, boxes: tuple[Box, ...], engine_id: str) -> bool:
-        return ended is not None and ended.covers(boxes, engine_id)
+    def _written(self, ended: Ended | None, message: m.Claim) -> bool:
+        return ended is not None and ended.covers(message.boxes, message.engine_id)
 
-    def _copied(self, now: float, line: Line, boxes: tuple[Box, ...], engine_id: str) -> bool:
+    def _copied(self, now: float, line: Line, message: m.Claim) -> bool:
         """Whether others wrote all of it for the last offer with this key, and that was committed just now."""
         last = self._ended.last(line)
-        return last is not None and now - last.at < COPIES_S and self._written(last, boxes, engine_id)
+        return last is not None and now - last.at < COPIES_S and self._written(last, message)
 
-    def _nothing_to_do(self, party: Party, rid: int, posting_id: str) -> Claimed:
+    def _nothing_to_do(self, party: Party, rid: int, posting_id: str) -> Action:
         """Others write, or have written, all that the claimant has: there is no claim."""
-        return Claimed(
+        return Send(
             link=party.link,
-            rid=rid,
-            posting=posting_id,
-            claim=0,
-            body=b"",
-            expires_in_s=0.0,
-            node_id=self._node_id,
-            incarnation=self._incarnation,
+            message=m.Claimed(
+                rid=rid,
+                posting=posting_id,
+                claim=0,
+                expires_in_s=0.0,
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+            ),
         )
 
-    def _match(
-        self, now: float, posting: Posting, party: Party, rid: int, engine_id: str, boxes: tuple[Box, ...]
-    ) -> list[Action]:
-        part = part_of(posting, boxes) if posting.boxes else ()
+    def _match(self, now: float, posting: Posting, party: Party, message: m.Claim) -> list[Action]:
+        rid = message.rid
+        part = part_of(posting, message.boxes) if posting.boxes else ()
         if posting.boxes and not part:
             return [self._nothing_to_do(party, rid, posting.id)]
         if self.is_slow(posting.owner.link):
@@ -457,16 +432,15 @@ class Book:
         if posting.issued >= CLAIM_NUMBER_MAX:
             raise TooManyPending("the posting's claim numbers are used up", claims=posting.issued)
         posting.issued += 1
-        who = (party, party.node_id, party.incarnation, engine_id)
+        who = (party, party.node_id, party.incarnation, message.engine_id)
         claim = ClaimEntry(posting, posting.issued, *who, now, party.session, rid, party.account, part)
         if part:
             posting.taken += part
-            posting.writers.add(engine_id)
+            posting.writers.add(message.engine_id)
         posting.claims[claim.number] = party.claims[claim.key] = claim
         party.asked(rid, claim)
         self._claims.take(claim.account)
-        answer = Claimed(
-            link=party.link,
+        answer = m.Claimed(
             rid=rid,
             posting=posting.id,
             claim=claim.number,
@@ -477,7 +451,7 @@ class Book:
             boxes=part,
         )
         # The owner first: it must know of whoever may write, even if this daemon ends now.
-        return [_notice(claim, "claimed", "", "", boxes=part), answer]
+        return [_notice(claim, "claimed", "", "", boxes=part), Send(link=party.link, message=answer)]
 
     def _settle(self, now: float, claim: ClaimEntry, what: str, code: str, detail: str, *, tell: bool) -> list[Action]:
         posting = claim.posting
@@ -497,7 +471,7 @@ class Book:
         while posting.free and (waiter := self._waiting.oldest(lines)) is not None:
             self._drop_waiter(waiter)
             try:
-                actions += self._match(now, posting, waiter.party, waiter.rid, waiter.engine_id, waiter.boxes)
+                actions += self._match(now, posting, waiter.party, waiter.message)
             except KvxferError as error:
                 actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
         return actions + (self.send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
@@ -591,30 +565,31 @@ class Book:
         self._ended.check()
 
 
-def _posted(now: float, party: Party, rid: int, posting: Posting) -> Posted:
-    return Posted(
-        link=party.link,
-        rid=rid,
-        posting=posting.id,
-        secret=posting.secret,
-        expires_in_s=posting.expires_in_s(now),
-    )
+def _posted(now: float, party: Party, rid: int, posting: Posting) -> Send:
+    left_s = posting.expires_in_s(now)
+    message = m.Posted(rid=rid, posting=posting.id, secret=posting.secret, expires_in_s=left_s)
+    return Send(link=party.link, message=message)
+
+
+def _to_owner(posting: Posting, what: str, code: str) -> Send:
+    """What happened to the posting itself."""
+    event = m.PostingEvent(posting=posting.id, claim=0, what=what, code=code)
+    return Send(link=posting.owner.link, message=event, kind=posting.kind)
 
 
 def _notice(
     claim: ClaimEntry, what: str, code: str, detail: str, *, to: Party | None = None, boxes: tuple[Box, ...] = ()
-) -> Notify:
-    return Notify(
-        link=(to or claim.posting.owner).link,
+) -> Send:
+    event = m.PostingEvent(
         posting=claim.posting.id,
         claim=claim.number,
         what=what,
         code=code,
-        detail=detail[:DETAIL_CHARS_MAX],
+        detail=detail,
         engine_id=claim.engine_id,
         boxes=boxes,
-        kind=claim.posting.kind,
     )
+    return Send(link=(to or claim.posting.owner).link, message=event, kind=claim.posting.kind)
 
 
 def _is_claimant(party: Party, claim: ClaimEntry) -> bool:

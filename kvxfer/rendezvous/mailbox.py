@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvxfer.config import CHANNEL_CHARS_MAX, Config
-from kvxfer.errors import BusyError, TooLarge, TooManyPending, UsageError
-from kvxfer.rendezvous.actions import Deliver, Link
+from kvxfer.config import Config
+from kvxfer.errors import BusyError, TooLarge, TooManyPending
+from kvxfer.rendezvous.actions import Link, Send
 from kvxfer.rendezvous.postings import Timeline
 from kvxfer.rendezvous.shares import is_greedy
+from kvxfer.wire.messages import Delivery
 
 MESSAGE_OVERHEAD_BYTES = 64
 Place = tuple[str, str]  # (namespace, channel)
@@ -53,21 +54,18 @@ class MailboxStore:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def mail(
-        self, now: float, sender: Link, channel: str, data: bytes, source: str, namespace: str = ""
-    ) -> list[Deliver]:
+    def mail(self, now: float, sender: Link, channel: str, data: bytes, source: str, namespace: str = "") -> list[Send]:
         """Deliver a message, or hold it for `mail_ttl_s`.
 
-        Raises `TooLarge`, `BusyError` (this mailbox is full), `TooManyPending` (all are), `UsageError` (bad name).
+        Raises `TooLarge`, `BusyError` (this mailbox is full), `TooManyPending` (all are).
         """
         config = self._config
-        _check_name(channel)
         if len(data) > config.mail_bytes_max:
             raise TooLarge("the message is too large", bytes=len(data), mail_bytes_max=config.mail_bytes_max)
         place = (namespace, channel)
         box = self._channels.get(place)
         if box is not None and box.listener is not None:
-            return [Deliver(link=box.listener, channel=channel, data=data, source=source)]
+            return [Send(link=box.listener, message=Delivery(channel=channel, data=data, source=source))]
         size = len(data) + len(channel) + len(source) + MESSAGE_OVERHEAD_BYTES
         count, held = (len(box.held), box.size) if box else (0, 0)
         if count >= config.mailbox_messages_max or held + size > config.mailbox_bytes_max:
@@ -90,16 +88,17 @@ class MailboxStore:
             self._timeline.set(place, deadline)
         return []
 
-    def listen(self, link: Link, channel: str, namespace: str = "") -> list[Deliver]:
+    def listen(self, link: Link, channel: str, namespace: str = "") -> list[Send]:
         """Make `link` the listener and hand over what was held, oldest first. Listening twice changes nothing."""
-        _check_name(channel)
         place = (namespace, channel)
         box = self._channels.get(place) or self._open(place, len(self._by_link.get(link, ())))
         if box.listener is not None and box.listener != link:
             raise BusyError("another worker listens on this channel", channel=channel)
         box.listener = link
         self._by_link.setdefault(link, set()).add(place)
-        deliveries = [Deliver(link=link, channel=channel, data=item.data, source=item.source) for item in box.held]
+        deliveries = [
+            Send(link=link, message=Delivery(channel=channel, data=item.data, source=item.source)) for item in box.held
+        ]
         self._timeline.drop(place)
         while box.held:
             self._forget_oldest(box)
@@ -182,8 +181,3 @@ def _count(counts: dict[Link, int], key: Link, change: int) -> None:
         counts[key] = left
     else:
         counts.pop(key, None)
-
-
-def _check_name(channel: str) -> None:
-    if not 1 <= len(channel) <= CHANNEL_CHARS_MAX:
-        raise UsageError(f"a channel's name has 1 to {CHANNEL_CHARS_MAX} characters", chars=len(channel))

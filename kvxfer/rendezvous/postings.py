@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvxfer.config import CLAIM_NUMBER_MAX, KEY_CHARS_MAX, POSTING_BODY_BYTES_MAX
 from kvxfer.coverage import Box, clip, common_elements, overlap_itself
 from kvxfer.errors import (
     BY_CODE,
@@ -23,15 +22,14 @@ from kvxfer.errors import (
     LeaseExpired,
     OverlapError,
     PeerLost,
-    TooLarge,
     TooManyPending,
     UnknownTransfer,
     UsageError,
 )
-from kvxfer.rendezvous.actions import Link, Notify
+from kvxfer.rendezvous.actions import Link, Send
 from kvxfer.rendezvous.shares import Shares
+from kvxfer.wire import messages as m
 
-KINDS = ("offer", "ticket", "region", "landing")
 # Whoever took one of these may have written or read half of it: its place is not given to a second claimant.
 SINGLE_USE = frozenset({"offer", "landing"})
 # Found by their key; a ticket needs posting and secret, and so many may share a key.
@@ -127,6 +125,11 @@ class RemoteClaim:
     party: Party
     rid: int = 0
 
+    def event(self, what: str, code: str, detail: str = "") -> Send:
+        """Tell the worker what happened to it."""
+        event = m.PostingEvent(posting=self.key[0], claim=self.key[1], what=what, code=code, detail=detail)
+        return Send(link=self.party.link, message=event)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingClaim:
@@ -134,11 +137,14 @@ class WaitingClaim:
 
     number: int
     party: Party
-    rid: int
+    message: m.Claim
     line: Line
-    engine_id: str
     why: str
-    boxes: tuple[Box, ...] = ()
+
+    @property
+    def rid(self) -> int:
+        """The request's number."""
+        return self.message.rid
 
 
 @dataclass(slots=True, eq=False)
@@ -216,17 +222,15 @@ class WaitingRoom:
     def get(self, number: int) -> WaitingClaim | None:
         return self._waiters.get(number)
 
-    def enter(
-        self, party: Party, rid: int, line: Line, engine_id: str, why: str, boxes: tuple[Box, ...] = ()
-    ) -> WaitingClaim:
+    def enter(self, party: Party, message: m.Claim, line: Line, why: str) -> WaitingClaim:
         """Raises `TooManyPending`."""
         if not self._shares.room(party.account):
             raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
         self._shares.take(party.account)
         self._last += 1
-        waiter = WaitingClaim(self._last, party, rid, line, engine_id, why, boxes)
+        waiter = WaitingClaim(self._last, party, message, line, why)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
-        party.asked(rid, waiter)
+        party.asked(message.rid, waiter)
         self._lines.setdefault(line, OrderedDict())[waiter.number] = None
         return waiter
 
@@ -378,6 +382,9 @@ def part_of(posting: Posting, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
             source=_shown(boxes),
             hint="give each push what no other one has, or exactly what another one has",
         )
+    if len(wanted) > m.BOXES_MAX:
+        hint = "push what the offer wants in one piece, or all of it"
+        raise GeometryMismatch("what the push would write is in too many pieces", limit=m.BOXES_MAX, hint=hint)
     if posting.issued >= WRITERS_MAX:
         raise TooManyPending("too many pushes write this offer", limit=WRITERS_MAX, retryable=False)
     return wanted or posting.boxes
@@ -390,19 +397,16 @@ def _shown(boxes: tuple[Box, ...]) -> str:
 def check_boxes(kind: str, boxes: tuple[Box, ...], private: bool) -> None:
     """Raises `UsageError` for boxes that overlap each other, or that are none of an offer."""
     if kind != "offer" and (boxes or private):
-        raise UsageError("only an offer has boxes or is private", kind=kind[:40])
+        raise UsageError("only an offer has boxes or is private", kind=kind)
     if overlap_itself(boxes):
         raise UsageError("these boxes overlap each other", boxes=_shown(boxes))
 
 
-def check_posting(kind: str, key: str, body: bytes, claims_max: int) -> None:
-    """Raises `UsageError` or `TooLarge` for what can never be posted."""
-    if kind not in KINDS or not 1 <= len(key) <= KEY_CHARS_MAX:
-        raise UsageError("bad kind or key of a posting", kind=kind[:40], chars=len(key), key_chars_max=KEY_CHARS_MAX)
-    if not 0 <= claims_max <= CLAIM_NUMBER_MAX or (kind in SINGLE_USE and claims_max > 1):
-        raise UsageError(f"bad number of claims for a posting of kind {kind}", claims_max=claims_max)
-    if len(body) > POSTING_BODY_BYTES_MAX:
-        raise TooLarge("the posting's body is too large", bytes=len(body), bytes_max=POSTING_BODY_BYTES_MAX)
+def check_posting(message: m.Post) -> None:
+    """Raises `UsageError` for what can never be posted."""
+    if message.kind in SINGLE_USE and message.claims_max > 1:
+        raise UsageError(f"an {message.kind} has one claim", claims_max=message.claims_max)
+    check_boxes(message.kind, message.boxes, message.private)
 
 
 # -- claims of our workers at other nodes -----------------------------------------------------------------------------
@@ -468,12 +472,9 @@ class RemoteClaims:
         if not self._nodes[route.key]:
             del self._nodes[route.key]
 
-    def orphan(self, node_id: str) -> list[Notify]:
+    def orphan(self, node_id: str) -> list[Send]:
         """The node is out of reach; its claims stay, since the data path may still work."""
-        return [
-            Notify(link=route.party.link, posting=route.key[0], claim=route.key[1], what="orphaned", code="peer_lost")
-            for route in self._by_node.get(node_id, {}).values()
-        ]
+        return [route.event("orphaned", PeerLost.code) for route in self._by_node.get(node_id, {}).values()]
 
     def check(self) -> None:
         """Assert internal consistency."""
@@ -592,7 +593,7 @@ class Tally:
 
     def refuse(self, kind: str, code: str) -> None:
         """A claim was refused at once."""
-        key = (kind if kind in KINDS else OTHER, code if code in BY_CODE else OTHER)
+        key = (kind if kind in m.POSTING_KINDS else OTHER, code if code in BY_CODE else OTHER)
         self._refused[key] = self._refused.get(key, 0) + 1
 
     def add(self, kind: str, reason: str, seconds: float) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvxfer.config import DEFAULT_NAMESPACE, Config
-from kvxfer.coverage import Box
 from kvxfer.errors import (
     AccessDenied,
     ClosedError,
@@ -27,13 +26,13 @@ from kvxfer.errors import (
     TransferTimeout,
     UsageError,
 )
-from kvxfer.rendezvous.actions import Action, Claimed, Done, Link, Notify, Refused, SettleElsewhere
+from kvxfer.rendezvous.actions import Action, Link, Refused, Send, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import MailboxStore
 from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim, RemoteClaims, Tally
 from kvxfer.rendezvous.shares import is_greedy
+from kvxfer.wire import messages as m
 
-OUTCOMES = ("done", "failed", "cancelled")
 ROUTE_ENDS = ("withdrawn", "expired", "lost")
 ROUTED_EVENTS = (*ROUTE_ENDS, "orphaned")
 
@@ -125,71 +124,26 @@ class Registry:
 
     # -- postings ---------------------------------------------------------------------------------------------
 
-    def post(
-        self,
-        now: float,
-        link: Link,
-        rid: int,
-        *,
-        kind: str,
-        key: str,
-        body: bytes = b"",
-        lease_s: float = 0.0,
-        claims_max: int = 0,
-        namespace: str = "",
-        boxes: tuple[Box, ...] = (),
-        private: bool = False,
-    ) -> list[Action]:
+    def post(self, now: float, link: Link, message: m.Post, *, namespace: str = "") -> list[Action]:
         """Post something. `lease_s` 0: the default; for a region, as long as its worker. Waiting claims are served.
 
         ``namespace`` is for the daemon's own postings; empty: that of the link.
         """
-        return self._answer(
-            now,
-            link,
-            rid,
-            lambda party: self._book.post(
-                now,
-                party,
-                rid,
-                kind=kind,
-                key=key,
-                body=body,
-                lease_s=lease_s,
-                claims_max=claims_max,
-                namespace=namespace,
-                boxes=boxes,
-                private=private,
-            ),
-        )
+        return self._answer(now, link, message.rid, lambda party: self._book.post(now, party, message, namespace))
 
-    def renew(self, now: float, link: Link, rid: int, *, posting: str, lease_s: float = 0.0) -> list[Action]:
+    def renew(self, now: float, link: Link, message: m.Renew) -> list[Action]:
         """Let a posting live for `lease_s` from now."""
-        return self._answer(now, link, rid, lambda party: self._book.renew(now, party, rid, posting, lease_s))
+        return self._answer(now, link, message.rid, lambda party: self._book.renew(now, party, message))
 
-    def withdraw(self, now: float, link: Link, rid: int, *, posting: str, reason: str = "") -> list[Action]:
+    def withdraw(self, now: float, link: Link, message: m.Withdraw) -> list[Action]:
         """End a posting; its claimants are told."""
-        return self._answer(now, link, rid, lambda party: self._book.withdraw(now, party, rid, posting, reason))
+        return self._answer(now, link, message.rid, lambda party: self._book.withdraw(now, party, message))
 
     # -- claims -----------------------------------------------------------------------------------------------
 
-    def claim(
-        self,
-        now: float,
-        link: Link,
-        rid: int,
-        *,
-        kind: str,
-        key: str = "",
-        posting: str = "",
-        secret: bytes = b"",
-        wait_s: float = 0.0,
-        engine_id: str = "",
-        node_id: str = "",
-        incarnation: str = "",
-        boxes: tuple[Box, ...] = (),
-    ) -> list[Action]:
+    def claim(self, now: float, link: Link, message: m.Claim) -> list[Action]:
         """Claim a posting of this node, by kind and key or by posting and secret; answered within `wait_s`."""
+        node_id, incarnation = message.node_id, message.incarnation
 
         def decide(party: Party) -> list[Action]:
             if node_id and node_id != self._node_id:
@@ -198,25 +152,14 @@ class Registry:
                 raise PeerIncarnationMismatch(
                     "the node restarted since", expected=incarnation, actual=self._incarnation
                 )
-            return self._book.claim(
-                now,
-                party,
-                rid,
-                kind=kind,
-                key=key,
-                posting_id=posting,
-                secret=secret,
-                wait_s=wait_s,
-                engine_id=engine_id,
-                boxes=boxes,
-            )
+            return self._book.claim(now, party, message)
 
-        answer = self._answer(now, link, rid, decide)
+        answer = self._answer(now, link, message.rid, decide)
         if answer and isinstance(answer[-1], Refused):
-            self.tally.refuse(kind, answer[-1].error.code)
+            self.tally.refuse(message.kind, answer[-1].error.code)
         return answer
 
-    def give_up(self, now: float, link: Link, *, request: int) -> list[Action]:
+    def give_up(self, now: float, link: Link, message: m.GiveUp) -> list[Action]:
         """The claim with this `rid` is not wanted any more: it waits no longer, and what was granted already ends.
 
         The asker never takes an answer that crosses this. It would settle the claim when it comes, but until then the
@@ -224,7 +167,7 @@ class Registry:
         """
         actions = self.expire(now)
         party = self._parties.get(link)
-        found = None if party is None else party.requests.get(request)
+        found = None if party is None else party.requests.get(message.request)
         if found is None:
             self._count_unexpected("give_up", "unknown_request")
         elif isinstance(found, RemoteClaim):
@@ -238,63 +181,49 @@ class Registry:
         """What was to be posted under this key will not be: those who wait for it are refused with this error."""
         return self.expire(now) + self._book.send_away((namespace, kind, key), error)
 
-    def claimed_elsewhere(self, now: float, answer: Claimed) -> list[Action]:
-        """Another node granted a claim of our worker (`answer.link`, `answer.rid`): keep the route and pass it on.
+    def claimed_elsewhere(self, now: float, link: Link, answer: m.Claimed) -> list[Action]:
+        """Another node granted a claim of our worker `link` (``answer.rid``): keep the route and pass it on.
 
         When the worker is gone meanwhile, or there are too many routes, the other node is told at once.
         """
         actions = self.expire(now)
-        party = self._parties.get(answer.link)
+        party = self._parties.get(link)
         key = (answer.posting, answer.claim)
+        passed_on = Send(link=link, message=answer)
         if not answer.claim:  # nothing to settle
-            return [*actions, answer] if party is not None else actions
+            return [*actions, passed_on] if party is not None else actions
         if party is None or not party.is_worker:
             return [*actions, _settle_elsewhere(answer.node_id, key, "failed", PeerLost.code, "the claimant ended")]
         if self._routes.conflict(party, answer.node_id, key):
             wrong = ProtocolError("the peer granted a claim that somebody else has", peer=answer.node_id[:8])
-            return [*actions, Refused(link=answer.link, rid=answer.rid, error=wrong)]
+            return [*actions, Refused(link=link, rid=answer.rid, error=wrong)]
         limit = self._config.claims_max
         if len(self._routes) >= limit or is_greedy(len(party.routes), len(self._routes), limit):
             error = TooManyPending("too many live claims from this node", claims_max=self._config.claims_max)
             notice = _settle_elsewhere(answer.node_id, key, "cancelled", error.code, error.message)
-            return [*actions, notice, Refused(link=answer.link, rid=answer.rid, error=error)]
+            return [*actions, notice, Refused(link=link, rid=answer.rid, error=error)]
         self._routes.add(party, answer.node_id, key, answer.rid)
-        return [*actions, answer]
+        return [*actions, passed_on]
 
-    def settle(
-        self,
-        now: float,
-        link: Link,
-        rid: int,
-        *,
-        posting: str,
-        claim: int,
-        outcome: str,
-        code: str = "",
-        detail: str = "",
-        node: tuple[str, ...] = (),
-    ) -> list[Action]:
+    def settle(self, now: float, link: Link, message: m.Settle) -> list[Action]:
         """A claim ended, here or (when it has a route) at another node. Repeating it is harmless.
 
-        `node`: the addresses of another node that the worker named. A claim that we do not know then belongs to that
-        node, since the route may have been lost when this daemon restarted; the action has no `node_id`.
+        ``message.node``: the addresses of another node that the worker named. A claim that we do not know then belongs
+        to that node, since the route may have been lost when this daemon restarted; the action has no `node_id`.
         """
-        key = (posting, claim)
+        key = (message.posting, message.claim)
 
         def decide(party: Party) -> list[Action]:
             route = party.routes.get(key)
-            if outcome not in OUTCOMES:
-                raise UsageError("bad outcome", outcome=outcome[:40])
             if route is None and self._routes.known(key):
-                raise AccessDenied("this claim is another worker's", posting=posting, claim=claim)
-            if route is None and (not node or not party.is_worker or self._book.knows(posting)):
-                return self._book.settle(now, party, rid, key, outcome, code, detail)
+                raise AccessDenied("this claim is another worker's", posting=key[0], claim=key[1])
+            if route is None and (not message.node or not party.is_worker or self._book.knows(key[0])):
+                return self._book.settle(now, party, message)
             if route is not None:
                 self._routes.drop(route)
-            node_id = "" if route is None else route.node_id
-            return [_settle_elsewhere(node_id, key, outcome, code, detail, node=node, link=link, rid=rid)]
+            return [SettleElsewhere(node_id="" if route is None else route.node_id, message=message, link=link)]
 
-        return self._answer(now, link, rid, decide)
+        return self._answer(now, link, message.rid, decide)
 
     def unknown_to_us(self, node_id: str, claims: Iterable[ClaimKey]) -> list[ClaimKey]:
         """Which of these claims on postings of a node none of our workers holds."""
@@ -307,57 +236,53 @@ class Registry:
             actions += self._book.never_arrived(now, key, session)
         return actions
 
-    def event_from_peer(
-        self, now: float, link: Link, *, posting: str, claim: int, what: str, code: str = "", detail: str = ""
-    ) -> list[Action]:
+    def event_from_peer(self, now: float, link: Link, event: m.PostingEvent) -> list[Action]:
         """A peer says what happened to a claim of one of our workers. What fits nothing is counted and ignored."""
         actions = self.expire(now)
         party = self._parties.get(link)
-        key = (posting, claim)
+        key = (event.posting, event.claim)
         route = None if party is None else self._routes.get(party.node_id, key)
-        if what not in ROUTED_EVENTS:
+        if event.what not in ROUTED_EVENTS:
             self._count_unexpected("event", "kind")
         elif route is None:
             self._count_unexpected("event", "wrong_node" if self._routes.known(key) else "unknown_claim")
         else:
-            if what in ROUTE_ENDS:
+            if event.what in ROUTE_ENDS:
                 self._routes.drop(route)
-            worker = route.party.link
-            actions.append(Notify(link=worker, posting=posting, claim=claim, what=what, code=code, detail=detail))
+            actions.append(route.event(event.what, event.code, event.detail))
         return actions
 
     # -- mail -------------------------------------------------------------------------------------------------
 
-    def mail(self, now: float, link: Link, rid: int, *, channel: str, data: bytes, source: str) -> list[Action]:
+    def mail(self, now: float, link: Link, message: m.Mail, source: str) -> list[Action]:
         """Deliver a message to the worker that listens on the channel, or hold it for one."""
-        return self._answer(
-            now,
-            link,
-            rid,
-            lambda party: [
-                *self._mailboxes.mail(now, party.account, channel, data, source, party.namespace),
-                Done(link=party.link, rid=rid),
-            ],
-        )
 
-    def listen(self, now: float, link: Link, rid: int, *, channel: str) -> list[Action]:
+        def decide(party: Party) -> list[Action]:
+            channel, data = message.channel, message.data
+            delivered = self._mailboxes.mail(now, party.account, channel, data, source, party.namespace)
+            return [*delivered, _done(party, message.rid)]
+
+        return self._answer(now, link, message.rid, decide)
+
+    def listen(self, now: float, link: Link, message: m.Listen) -> list[Action]:
         """Listen on a channel; what was held for it follows the answer."""
 
         def decide(party: Party) -> list[Action]:
             if not party.is_worker:
                 raise AccessDenied("only a worker of this node may listen here")
-            return [Done(link=link, rid=rid), *self._mailboxes.listen(link, channel, party.namespace)]
+            deliveries = self._mailboxes.listen(link, message.channel, party.namespace)
+            return [_done(party, message.rid), *deliveries]
 
-        return self._answer(now, link, rid, decide)
+        return self._answer(now, link, message.rid, decide)
 
-    def unlisten(self, now: float, link: Link, rid: int, *, channel: str) -> list[Action]:
+    def unlisten(self, now: float, link: Link, message: m.Unlisten) -> list[Action]:
         """Stop listening; harmless when the worker does not listen."""
 
         def decide(party: Party) -> list[Action]:
-            self._mailboxes.unlisten(link, channel, party.namespace)
-            return [Done(link=party.link, rid=rid)]
+            self._mailboxes.unlisten(link, message.channel, party.namespace)
+            return [_done(party, message.rid)]
 
-        return self._answer(now, link, rid, decide)
+        return self._answer(now, link, message.rid, decide)
 
     # -- time and state -----------------------------------------------------------------------------------------
 
@@ -381,16 +306,7 @@ class Registry:
         for route in self._routes.all():
             key = route.key
             self._routes.drop(route)
-            actions.append(
-                Notify(
-                    link=route.party.link,
-                    posting=key[0],
-                    claim=key[1],
-                    what="withdrawn",
-                    code=PeerDraining.code,
-                    detail=DRAINED,
-                )
-            )
+            actions.append(route.event("withdrawn", PeerDraining.code, DRAINED))
             actions.append(_settle_elsewhere(route.node_id, key, "cancelled", PeerDraining.code, DRAINED))
         return actions
 
@@ -489,25 +405,10 @@ class Registry:
         self.unexpected[message, reason] = self.unexpected.get((message, reason), 0) + 1
 
 
-def _settle_elsewhere(
-    node_id: str,
-    key: tuple[str, int],
-    outcome: str,
-    code: str,
-    detail: str,
-    *,
-    node: tuple[str, ...] = (),
-    link: Link | None = None,
-    rid: int = 0,
-) -> SettleElsewhere:
-    return SettleElsewhere(
-        node_id=node_id,
-        node=node,
-        posting=key[0],
-        claim=key[1],
-        outcome=outcome,
-        code=code,
-        detail=detail,
-        link=link,
-        rid=rid,
-    )
+def _done(party: Party, rid: int) -> Send:
+    return Send(link=party.link, message=m.Done(rid=rid))
+
+
+def _settle_elsewhere(node_id: str, key: ClaimKey, outcome: str, code: str, detail: str) -> SettleElsewhere:
+    message = m.Settle(posting=key[0], claim=key[1], outcome=outcome, code=code, detail=detail)
+    return SettleElsewhere(node_id=node_id, message=message)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 import msgpack
 
+from kvxfer.coverage import NUMBERS_PER_BOX, Box, boxes_from, numbers_of
 from kvxfer.errors import ProtocolError, TooLarge, UsageError
 
 # -- what may stand in one field --------------------------------------------------------------------------------------
@@ -30,6 +31,8 @@ from kvxfer.errors import ProtocolError, TooLarge, UsageError
 U64_MAX = 2**64 - 1
 I64_MIN = -(2**63)
 SHOWN_CHARS_MAX = 40
+_box = struct.Struct(f">{NUMBERS_PER_BOX}Q")
+BOX_BYTES = _box.size
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -199,6 +202,41 @@ class Blob:
     def describe(self) -> str:
         bounds = f"{self.max} bytes" if self.min == self.max else f"{self.min} to {self.max} bytes"
         return f"{bounds} of data" + (" or none" if self.empty else "")
+
+
+@dataclass(frozen=True, slots=True)
+class BoxList:
+    """Boxes of a cache; on the wire bytes, for each eight numbers of 8 bytes, big-endian, from and to along layers,
+    parts, heads and tokens.
+    """
+
+    items_max: int
+
+    def check(self, value: Any) -> tuple[Box, ...]:
+        if isinstance(value, bytes | bytearray | memoryview):
+            return self._read(value)
+        if not isinstance(value, tuple) or not all(type(box) is Box for box in value):
+            raise _wrong_type("boxes", value)
+        if len(value) > self.items_max:
+            raise Oversize(f"must have at most {self.items_max} boxes, got {len(value)}")
+        return value
+
+    def _read(self, data: bytes | bytearray | memoryview) -> tuple[Box, ...]:
+        if len(data) > self.items_max * BOX_BYTES:
+            raise Oversize(f"must have at most {self.items_max} boxes of {BOX_BYTES} bytes, got {len(data)} bytes")
+        if len(data) % BOX_BYTES:
+            raise ValueError(f"ends in the middle of a box, after {len(data)} bytes")
+        try:
+            return tuple(box for numbers in _box.iter_unpack(data) for box in boxes_from(numbers))
+        except UsageError as wrong:
+            raise ValueError(f"has a box that is none: {wrong.message}") from None
+
+    def packed(self, value: tuple[Box, ...]) -> bytes:
+        """As it goes over the wire."""
+        return b"".join(_box.pack(*numbers_of([box])) for box in value)
+
+    def describe(self) -> str:
+        return f"up to {self.items_max} boxes of {BOX_BYTES} bytes: eight big-endian numbers of 8 bytes each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +421,7 @@ class Message:
     kinds: ClassVar[tuple[tuple[str, Kind], ...]]
     added: ClassVar[Mapping[str, int]]
     optional: ClassVar[Mapping[str, object]]
+    packed: ClassVar[Mapping[str, Callable[[Any], bytes]]]
 
     def __post_init__(self) -> None:
         for name, kind in self.kinds:
@@ -428,6 +467,7 @@ def numbered(number: int, *, since: int = 1) -> Callable[[type[M]], type[M]]:
         declared.number = number
         declared.since = since
         declared.kinds = tuple((item.name, hints[item.name].__metadata__[0]) for item in fields)
+        declared.packed = {name: kind.packed for name, kind in declared.kinds if isinstance(kind, BoxList)}
         marks = {item.name: _mark(hints[item.name].__metadata__) for item in fields}
         declared.added = {name: mark.version for name, mark in marks.items() if mark is not None}
         declared.optional = {item.name: _default(item) for item in fields if item.name in declared.added}
@@ -464,6 +504,9 @@ def encode(message: Message, frame_bytes_max: int | None = None) -> bytes:
     for name, default in message.optional.items():
         if fields[name] == default:  # as before the field existed, byte for byte
             del fields[name]
+    for name, packed in message.packed.items():
+        if name in fields:
+            fields[name] = packed(fields[name])
     what = type(message).__name__
     try:
         payload = msgpack.packb((message.number, fields))

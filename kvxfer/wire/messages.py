@@ -22,12 +22,14 @@ from kvxfer.config import (
     NAMESPACE_CHARS_MAX,
     POSTING_BODY_BYTES_MAX,
 )
+from kvxfer.coverage import Box
 from kvxfer.descriptors import CANDIDATES_MAX, ENDPOINT_CHARS_MAX
 from kvxfer.errors import Field, InternalError, KvxferError, ProtocolError, from_code
 from kvxfer.wire.codec import (
     I64_MIN,
     U64_MAX,
     Blob,
+    BoxList,
     Flag,
     Hex,
     OneOf,
@@ -63,9 +65,8 @@ CLAIMED_BODY_BYTES_MAX = POSTING_BODY_BYTES_MAX + (
 STATUS_BODY_BYTES_MAX = 1 << 20
 CONFIRM_BYTES_MAX = VALUE_BYTES_MAX  # what is asked fits the answer
 LINK_ROLES = ("worker", "peer", "tool")
-POSTING_KINDS = ("offer", "ticket", "region")
-CLAIM_KINDS = (*POSTING_KINDS, "landing")
-BOXES_MAX, BOX_BYTES = 16, 64  # as in `wire.boxes`
+POSTING_KINDS = ("offer", "ticket", "region", "landing")
+BOXES_MAX = 16
 OUTCOMES = ("done", "failed", "cancelled")
 POSTING_EVENTS = ("claimed", "settled", "lost", "orphaned", "expired", "withdrawn")
 
@@ -91,7 +92,7 @@ Duration = Annotated[float, Seconds(SECONDS_MAX)]
 PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
 MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
 Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), Since(2)]  # empty: "default"; of a worker: its daemon's
-Boxes = Annotated[bytes, Blob(BOXES_MAX * BOX_BYTES), Since(2)]
+Boxes = Annotated[tuple[Box, ...], BoxList(BOXES_MAX), Since(2)]
 EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
 
 
@@ -210,10 +211,10 @@ class Done(Message):
 @numbered(20)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Post(Message):
-    """Worker: here is something to be claimed. `claims_max` 0 means any number.
+    """Worker: here is something to be claimed. `claims_max` 0 means any number. Landings are posted by daemons alone.
 
-    ``boxes`` are what an offer wants, as in `wire.boxes`: then several claims write it, each another part. ``private``:
-    found by posting and secret only, whatever its key.
+    ``boxes`` are what an offer wants: then several claims write it, each another part. ``private``: found by posting
+    and secret only, whatever its key.
     """
 
     rid: Rid = 0
@@ -222,7 +223,7 @@ class Post(Message):
     body: PostingBody = b""
     lease_s: Duration
     claims_max: Annotated[int, UInt(CLAIM_NUMBER_MAX)] = 0
-    boxes: Boxes = b""
+    boxes: Boxes = ()
     private: Annotated[bool, Flag(), Since(2)] = False
 
 
@@ -270,13 +271,13 @@ class Claim(Message):
     node: Nodes = ()
     node_id: IdentityOrAny = ""
     incarnation: IdentityOrAny = ""
-    kind: Annotated[str, OneOf(CLAIM_KINDS)]
+    kind: Annotated[str, OneOf(POSTING_KINDS)]
     key: KeyOrNone = ""
     posting: IdentityOrAny = ""
     secret: PostingSecretOrNone = b""
     wait_s: Duration = 0.0
     engine_id: IdentityOrAny = ""
-    boxes: Boxes = b""
+    boxes: Boxes = ()
 
 
 @numbered(25)
@@ -295,7 +296,7 @@ class Claimed(Message):
     expires_in_s: Duration
     node_id: Identity
     incarnation: Identity
-    boxes: Boxes = b""
+    boxes: Boxes = ()
 
 
 @numbered(26)
@@ -326,7 +327,7 @@ class PostingEvent(Message):
     code: CodeOrNone = ""
     detail: Explanation = ""
     engine_id: IdentityOrAny = ""
-    boxes: Boxes = b""
+    boxes: Boxes = ()
 
 
 @numbered(28, since=2)

@@ -9,7 +9,6 @@ import pytest
 
 from kvxfer.daemon.events import KEPT_DETAIL_CHARS, KEPT_MAX, Events
 from kvxfer.errors import PeerBackpressure
-from kvxfer.rendezvous.actions import Notify
 from kvxfer.wire import messages as m
 from tests.conftest import slack
 from tests.nodes import fast, node, until, worker
@@ -25,12 +24,16 @@ class Full:
         self.queued_bytes = 1 << 20
 
 
-def event(what: str, claim: int = 1, posting: str = P, kind: str = "region", **more: str) -> Notify:
-    return Notify(link="w", posting=posting, claim=claim, what=what, kind=kind, **more)
+def event(what: str, claim: int = 1, posting: str = P, **more: str) -> m.PostingEvent:
+    return m.PostingEvent(posting=posting, claim=claim, what=what, **more)
 
 
-def bench() -> tuple[Events, Any, list[Notify]]:
-    sent: list[Notify] = []
+def tell(events: Events, link: Any, what: str, *which: Any, kind: str = "region", **more: str) -> None:
+    events.tell(link, event(what, *which, **more), kind)
+
+
+def bench() -> tuple[Events, Any, list[m.PostingEvent]]:
+    sent: list[m.PostingEvent] = []
     return Events(lambda _, one: sent.append(one), queue_bytes_max=1 << 20), Full(), sent
 
 
@@ -42,13 +45,13 @@ async def told(events: Events, link: Any) -> None:
 async def test_a_claim_of_a_region_that_came_and_went_is_told_to_nobody() -> None:
     events, link, sent = bench()
     for number in range(1, 5000):
-        events.tell(link, event("claimed", number))
-        events.tell(link, event("settled", number, detail="x" * 1000))
+        tell(events, link, "claimed", number)
+        tell(events, link, "settled", number, detail="x" * 1000)
     assert (events.kept(link), events.merged) == (0, 2 * 4999)
-    events.tell(link, event("claimed", 5000))
+    tell(events, link, "claimed", 5000)
     await told(events, link)
     assert sent == [event("claimed", 5000)]
-    events.tell(link, event("settled", 5000))
+    tell(events, link, "settled", 5000)
     assert sent[-1] == event("settled", 5000), "and straight away when there is room"
     events.close()
 
@@ -56,11 +59,11 @@ async def test_a_claim_of_a_region_that_came_and_went_is_told_to_nobody() -> Non
 async def test_what_matters_is_kept_in_order_and_of_one_claim_its_last_state() -> None:
     events, link, sent = bench()
     for what in ("claimed", "orphaned", "orphaned", "settled"):
-        events.tell(link, event(what, 1, kind="ticket", code="c"))
-    events.tell(link, event("claimed", 1, Q))
-    events.tell(link, event("expired", 0, Q, detail="y" * 1000))
-    events.tell(link, event("orphaned", 9, kind=""))
-    events.tell(link, event("orphaned", 9, kind=""))
+        tell(events, link, what, 1, kind="ticket", code="c")
+    tell(events, link, "claimed", 1, Q)
+    tell(events, link, "expired", 0, Q, detail="y" * 1000)
+    tell(events, link, "orphaned", 9, kind="")
+    tell(events, link, "orphaned", 9, kind="")
     assert events.kept(link) == 4
     assert not sent
     await told(events, link)
@@ -79,12 +82,12 @@ async def test_a_link_that_ends_takes_its_events_with_it() -> None:
     events, link, sent = bench()
     for number in range(KEPT_MAX):
         assert not events.slow(link)
-        events.tell(link, event("claimed", number + 1))
+        tell(events, link, "claimed", number + 1)
     events.forget(link)
     events.forget(link)
     assert not events.kept(link)
     link.closed.set_result(None)
-    events.tell(link, event("claimed"))
+    tell(events, link, "claimed")
     assert not events.kept(link)
     assert not sent
     events.close()

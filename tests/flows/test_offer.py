@@ -34,7 +34,7 @@ from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import Event, EventKind, OpKind
 from kvxfer.tasks import Deadline
 from kvxfer.wire import tags
-from kvxfer.wire.messages import Claim, PostingEvent
+from kvxfer.wire.messages import Claim, Claimed, PostingEvent
 from tests.conftest import slack
 from tests.nodes import until
 from tests.support.nodes import make_cache, scattered, small_geometry, tokens_of, two_nodes
@@ -540,8 +540,8 @@ async def test_a_daemon_that_does_not_know_of_parts_is_given_the_whole_only(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would count a part as all, and the landing would be told that it is committed."""
-    monkeypatch.setattr("kvxfer.flows.push.boxes.pack", lambda _: b"")
-    monkeypatch.setattr("kvxfer.flows.control.unpack", lambda _: ())
+    for message in (Claim, Claimed, PostingEvent):
+        monkeypatch.setattr(message, "packed", {"boxes": lambda _: b""})
     async with two_nodes(["shm"]) as (a, b):
         source = await rank(a, range(4) if whole else range(1), 5)
         async with b.offer("r", await rank(b, range(4), 0), PARTS, timeout=5) as landing:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvxfer.rendezvous.actions import Action, Claimed, Link, Notify, Refused, SettleElsewhere
-from tests.rendezvous.bench import FAR, THEIR_INCARNATION, THERE, Bench, refusal, told
+from kvxfer.rendezvous.actions import Link, Refused, SettleElsewhere
+from kvxfer.wire import messages as m
+from tests.rendezvous.bench import FAR, THEIR_INCARNATION, THERE, Bench, Seen, changed, refusal, said, told
 
 # -- the claimant's side ---------------------------------------------------------------------------------
 
 
-def routed(bench: Bench, link: Link = "own", posting: str = "e" * 32) -> Claimed:
-    answer = Claimed(
+def routed(bench: Bench, link: Link = "own", posting: str = "e" * 32) -> Seen:
+    answer = said(
+        m.Claimed,
         link=link,
         rid=bench.rid(),
         posting=posting,
@@ -27,7 +29,7 @@ def routed(bench: Bench, link: Link = "own", posting: str = "e" * 32) -> Claimed
     return answer
 
 
-def event(bench: Bench, what: str, link: Link = "peer", claim: int = 7) -> list[Action]:
+def event(bench: Bench, what: str, link: Link = "peer", claim: int = 7) -> list[Any]:
     return bench.checked(
         bench.registry.event_from_peer(bench.now, link, posting="e" * 32, claim=claim, what=what, code="c", detail="d")
     )
@@ -38,7 +40,7 @@ def test_an_event_finds_its_worker_once(what: str) -> None:
     bench = Bench()
     routed(bench)
     assert event(bench, what) == [
-        Notify(link="own", posting="e" * 32, claim=7, what=what, code="c", detail="d"),
+        said(m.PostingEvent, link="own", posting="e" * 32, claim=7, what=what, code="c", detail="d"),
     ]
     assert event(bench, what) == []
     assert bench.registry.unexpected == {("event", "unknown_claim"): 1}
@@ -63,20 +65,12 @@ def test_a_settlement_goes_where_the_claim_is() -> None:
     bench = Bench()
     answer = routed(bench)
     (action,) = bench.settle(answer, "failed", code="timeout", detail="d")
-    assert action == SettleElsewhere(
-        node_id=THERE,
-        posting="e" * 32,
-        claim=7,
-        outcome="failed",
-        code="timeout",
-        detail="d",
-        link="own",
-        rid=bench._rid,
-    )
+    message = m.Settle(rid=bench._rid, posting="e" * 32, claim=7, outcome="failed", code="timeout", detail="d")
+    assert action == SettleElsewhere(node_id=THERE, message=message, link="own")
     assert refusal(bench.settle(answer)).code == "unknown_transfer"
     (again,) = bench.settle(answer, node=("127.0.0.1:1",))
     assert isinstance(again, SettleElsewhere)
-    assert (again.node_id, again.node) == ("", ("127.0.0.1:1",))
+    assert (again.node_id, again.message.node) == ("", ("127.0.0.1:1",))
 
 
 def test_another_worker_cannot_settle_by_a_route_that_is_not_its_own() -> None:
@@ -99,23 +93,39 @@ def test_a_peer_out_of_reach_orphans_our_claims() -> None:
 
 def test_a_claim_that_is_granted_to_a_worker_that_is_gone_is_given_back() -> None:
     bench = Bench()
-    answer = Claimed(
-        link="gone", rid=1, posting="e" * 32, claim=7, body=b"", expires_in_s=5, node_id=THERE, incarnation=""
+    answer = said(
+        m.Claimed,
+        link="gone",
+        rid=1,
+        posting="e" * 32,
+        claim=7,
+        body=b"",
+        expires_in_s=5,
+        node_id=THERE,
+        incarnation=FAR,
     )
     (action,) = bench.registry.claimed_elsewhere(0.0, answer)
     assert isinstance(action, SettleElsewhere)
-    assert (action.outcome, action.code, action.link) == ("failed", "peer_lost", None)
+    assert (action.message.outcome, action.message.code, action.link) == ("failed", "peer_lost", None)
 
 
 def test_routes_are_bounded() -> None:
     bench = Bench(claims_max=1)
     routed(bench)
-    answer = Claimed(
-        link="own", rid=9, posting="9" * 32, claim=1, body=b"", expires_in_s=5, node_id=THERE, incarnation=""
+    answer = said(
+        m.Claimed,
+        link="own",
+        rid=9,
+        posting="9" * 32,
+        claim=1,
+        body=b"",
+        expires_in_s=5,
+        node_id=THERE,
+        incarnation=FAR,
     )
     back, refused = bench.registry.claimed_elsewhere(0.0, answer)
     assert isinstance(back, SettleElsewhere)
-    assert back.outcome == "cancelled"
+    assert back.message.outcome == "cancelled"
     assert isinstance(refused, Refused)
     assert refused.error.code == "too_many_pending"
 
@@ -125,7 +135,7 @@ def test_what_one_node_says_is_never_about_a_claim_at_another() -> None:
     bench = Bench()
     bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
     answer = routed(bench, "own")
-    theirs = replace(answer, link="other", node_id=FAR, rid=bench.rid())
+    theirs = changed(answer, link="other", node_id=FAR, rid=bench.rid())
     assert bench.checked(bench.registry.claimed_elsewhere(0.0, theirs)) == [theirs]
     key = ("e" * 32, 7)
     assert bench.registry.unknown_to_us(THERE, [key]) == bench.registry.unknown_to_us(FAR, [key]) == []
@@ -142,9 +152,9 @@ def test_a_claim_that_somebody_has_is_granted_to_nobody_else() -> None:
     """By its own node to another worker, or by another node to the same one, which could not tell them apart."""
     bench = Bench()
     answer = routed(bench)
-    for wrong in (replace(answer, link="other", rid=bench.rid()), replace(answer, node_id=FAR, rid=bench.rid())):
+    for wrong in (changed(answer, link="other", rid=bench.rid()), changed(answer, node_id=FAR, rid=bench.rid())):
         assert refusal(bench.checked(bench.registry.claimed_elsewhere(0.0, wrong))).code == "protocol"
     assert bench.registry.unknown_to_us(THERE, [("e" * 32, 7)]) == []
-    again = replace(answer, rid=bench.rid())
+    again = changed(answer, rid=bench.rid())
     assert bench.checked(bench.registry.claimed_elsewhere(0.0, again)) == [again]
     assert bench.registry.counts().routes == 1

@@ -7,9 +7,23 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.rendezvous.actions import Claimed, Confirm, Deliver, Done, Notify, Posted, Refused, SettleElsewhere
+from kvxfer.rendezvous.actions import Refused, SettleElsewhere
 from kvxfer.rendezvous.registry import Registry
-from tests.rendezvous.bench import FAR, HERE, THEIR_INCARNATION, THERE, Bench, refusal, told
+from kvxfer.wire import messages as m
+from tests.rendezvous.bench import (
+    FAR,
+    HERE,
+    THEIR_INCARNATION,
+    THERE,
+    Asked,
+    Bench,
+    is_a,
+    refusal,
+    said,
+    told,
+)
+
+S1, S2, S3 = ("1" * 32, "2" * 32, "3" * 32)  # sessions
 
 # -- settlements -----------------------------------------------------------------------------------------
 
@@ -75,15 +89,23 @@ def test_a_dead_worker_is_told_to_everybody_at_once() -> None:
     bench.claimed("own", key="2")
     bench.claim("own", key="3", wait_s=9)
     bench.registry.listen(0.0, "own", 1, channel="c")
-    claimed = Claimed(
-        link="own", rid=9, posting="e" * 32, claim=4, body=b"", expires_in_s=1, node_id=THERE, incarnation=""
+    claimed = said(
+        m.Claimed,
+        link="own",
+        rid=9,
+        posting="e" * 32,
+        claim=4,
+        body=b"",
+        expires_in_s=1.0,
+        node_id=THERE,
+        incarnation=FAR,
     )
     assert bench.registry.claimed_elsewhere(0.0, claimed) == [claimed]
     actions = bench.remove("own")
     assert told(actions) == [("peer", "lost", 1, "peer_lost"), ("other", "lost", 1, "peer_lost")]
     (settlement,) = (item for item in actions if isinstance(item, SettleElsewhere))
-    assert (settlement.node_id, settlement.posting, settlement.claim) == (THERE, "e" * 32, 4)
-    assert (settlement.outcome, settlement.code, settlement.link) == ("failed", "peer_lost", None)
+    assert (settlement.node_id, settlement.message.posting, settlement.message.claim) == (THERE, "e" * 32, 4)
+    assert (settlement.message.outcome, settlement.message.code, settlement.link) == ("failed", "peer_lost", None)
     counts = bench.registry.counts()
     assert (counts.claims, counts.waiting, counts.routes, counts.postings, counts.channels) == (0, 0, 0, 1, 0)
     assert bench.remove("own") == []
@@ -105,7 +127,7 @@ def test_waiters_of_a_ticket_are_sent_away_at_its_end() -> None:
     bench.claimed(**ticket)
     bench.claim("other", wait_s=9, **ticket)
     lost, refused = bench.remove("own")
-    assert isinstance(lost, Notify)
+    assert is_a(lost, m.PostingEvent)
     assert isinstance(refused, Refused)
     assert (refused.link, refused.error.code) == ("other", "peer_lost")
 
@@ -138,23 +160,23 @@ def test_a_restarted_peer_may_settle_what_it_orphaned() -> None:
 def test_after_a_lost_connection_the_claimants_node_is_asked_what_it_knows() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    assert bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1") == []
+    assert bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session=S1) == []
     bench.posted()
     bench.posted(kind="region", key="name")
     offer, region = bench.claimed("first"), bench.claimed("first", kind="region", key="name")
     bench.remove("first")
     keys = ((offer.posting, offer.claim), (region.posting, region.claim))
-    [asked] = bench.registry.add_peer(0.0, "again", THERE, THEIR_INCARNATION, session="s2")
-    assert asked == Confirm(link="again", session="s1", claims=keys)
+    [asked] = bench.registry.add_peer(0.0, "again", THERE, THEIR_INCARNATION, session=S2)
+    assert asked == said(m.Confirm, link="again", session=S1, claims=m.pack_claims(keys))
     # Once more, before there was an answer: it is still about the connection over which they were granted.
     bench.remove("again")
-    [asked] = bench.registry.add_peer(0.0, "third", THERE, THEIR_INCARNATION, session="s3")
-    assert asked == Confirm(link="third", session="s1", claims=keys)
-    assert bench.registry.never_arrived(0, "s2", keys) == [], "granted over another connection"
-    ended = bench.checked(bench.registry.never_arrived(0, "s1", [keys[0], ("0" * 32, 1), (offer.posting, 9)]))
+    [asked] = bench.registry.add_peer(0.0, "third", THERE, THEIR_INCARNATION, session=S3)
+    assert asked == said(m.Confirm, link="third", session=S1, claims=m.pack_claims(keys))
+    assert bench.registry.never_arrived(0, S2, keys) == [], "granted over another connection"
+    ended = bench.checked(bench.registry.never_arrived(0, S1, [keys[0], ("0" * 32, 1), (offer.posting, 9)]))
     assert told(ended) == [("own", "lost", 1, "unknown_transfer")], "nobody ever held it"
     assert bench.registry.counts().claims == 1, "the other one is known there"
-    assert bench.registry.never_arrived(0, "s1", [keys[0]]) == []
+    assert bench.registry.never_arrived(0, S1, [keys[0]]) == []
     answer = bench.claim("third")  # nobody else gets the place: what the peer says is no proof that nothing was written
     assert [type(one) for one in answer] == [Refused]
     assert told(bench.registry.settle(0, "third", 1, posting=offer.posting, claim=1, outcome="done")) == []
@@ -164,12 +186,12 @@ def test_what_ran_out_is_not_handed_to_the_new_link() -> None:
     """A daemon that stood still meanwhile: the connection is what it hears of first."""
     bench = Bench()
     bench.registry.remove(0, "peer")
-    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session=S1)
     posted = bench.posted(lease_s=2.0)
     bench.claimed("first")
     bench.remove("first")
-    actions = bench.checked(bench.registry.add_peer(2.5, "again", THERE, THEIR_INCARNATION, session="s2"))
-    assert not [one for one in actions if isinstance(one, Confirm)]
+    actions = bench.checked(bench.registry.add_peer(2.5, "again", THERE, THEIR_INCARNATION, session=S2))
+    assert not [one for one in actions if is_a(one, m.Confirm)]
     assert ("own", "expired") in [(link, what) for link, what, *_ in told(actions)], actions
     assert bench.registry.counts().postings == 0, posted
 
@@ -177,29 +199,39 @@ def test_what_ran_out_is_not_handed_to_the_new_link() -> None:
 def test_who_is_not_asked() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session=S1)
     bench.posted()
     bench.claimed("first")
     bench.remove("first")
-    assert bench.registry.add_peer(0.0, "restarted", THERE, FAR, session="s2") == [], "another process"
-    assert bench.registry.add_peer(0.0, "stranger", FAR, THEIR_INCARNATION, session="s3") == []
+    assert bench.registry.add_peer(0.0, "restarted", THERE, FAR, session=S2) == [], "another process"
+    assert bench.registry.add_peer(0.0, "stranger", FAR, THEIR_INCARNATION, session=S3) == []
     assert bench.registry.counts().orphans == 1
 
 
 def test_another_connection_is_asked_at_once() -> None:
     bench = Bench()
     bench.registry.remove(0, "peer")
-    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session="s1")
-    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION, session="s2")
+    bench.registry.add_peer(0.0, "first", THERE, THEIR_INCARNATION, session=S1)
+    bench.registry.add_peer(0.0, "second", THERE, THEIR_INCARNATION, session=S2)
     bench.posted()
     claim = bench.claimed("first")
-    assert bench.remove("first") == [Confirm(link="second", session="s1", claims=((claim.posting, claim.claim),))]
+    assert bench.remove("first") == [
+        said(m.Confirm, link="second", session=S1, claims=m.pack_claims([(claim.posting, claim.claim)]))
+    ]
 
 
 def test_which_claims_are_unknown_here() -> None:
     bench = Bench()
-    answer = Claimed(
-        link="own", rid=1, posting="e" * 32, claim=3, body=b"", expires_in_s=1.0, node_id=THERE, incarnation=FAR
+    answer = said(
+        m.Claimed,
+        link="own",
+        rid=1,
+        posting="e" * 32,
+        claim=3,
+        body=b"",
+        expires_in_s=1.0,
+        node_id=THERE,
+        incarnation=FAR,
     )
     bench.registry.claimed_elsewhere(0, answer)
     asked = [("e" * 32, 3), ("e" * 32, 4), ("f" * 32, 3)]
@@ -243,15 +275,15 @@ def test_orphans_end_with_their_posting() -> None:
 def test_mail() -> None:
     bench = Bench()
     sent = bench.registry.mail(0.0, "peer", 5, channel="c", data=b"1", source=THERE)
-    assert sent == [Done(link="peer", rid=5)]
+    assert sent == [said(m.Done, link="peer", rid=5)]
     assert bench.registry.next_deadline() == 30.0
     assert bench.registry.listen(0.0, "own", 6, channel="c") == [
-        Done(link="own", rid=6),
-        Deliver(link="own", channel="c", data=b"1", source=THERE),
+        said(m.Done, link="own", rid=6),
+        said(m.Delivery, link="own", channel="c", data=b"1", source=THERE),
     ]
     assert refusal(bench.registry.listen(0.0, "peer", 7, channel="d")).code == "access_denied"
     assert refusal(bench.registry.listen(0.0, "other", 7, channel="c")).code == "busy"
-    assert bench.registry.unlisten(0.0, "own", 8, channel="c") == [Done(link="own", rid=8)]
+    assert bench.registry.unlisten(0.0, "own", 8, channel="c") == [said(m.Done, link="own", rid=8)]
     bench.registry.mail(0.0, "peer", 9, channel="c", data=b"2", source=THERE)
     bench.expire(30.0)
     assert bench.registry.counts().held_messages == 0
@@ -274,9 +306,9 @@ def test_draining_keeps_what_is_claimed_and_nothing_else() -> None:
 
 
 def test_a_random_source_that_repeats_itself_is_noticed() -> None:
-    registry = Registry(Config(), node_id=HERE, incarnation=HERE, random=bytes)
+    registry = Asked(Registry(Config(), node_id=HERE, incarnation=HERE, random=bytes))
     registry.add_worker("w")
-    assert isinstance(registry.post(0.0, "w", 1, kind="offer", key="1")[0], Posted)
+    assert is_a(registry.post(0.0, "w", 1, kind="offer", key="1")[0], m.Posted)
     assert refusal(registry.post(0.0, "w", 2, kind="offer", key="2")).code == "internal"
 
 
@@ -297,7 +329,7 @@ def test_a_claim_whose_answer_is_not_wanted_any_more_ends_at_once(kind: str) -> 
     assert bench.registry.give_up(0.0, "peer", request=answer.rid) == []
     assert bench.registry.unexpected == {("give_up", "unknown_request"): 1}
     again = bench.claim(kind=kind, **more)
-    assert isinstance(again[-1], Refused if kind == "offer" else Claimed), "who took an offer may have written into it"
+    assert isinstance(again[-1], Refused) == (kind == "offer"), "who took an offer may have written into it"
 
 
 def test_only_the_link_that_asked_gives_a_claim_up() -> None:
@@ -314,14 +346,22 @@ def test_only_the_link_that_asked_gives_a_claim_up() -> None:
 
 def test_a_claim_at_another_node_that_is_given_up_is_settled_there() -> None:
     bench = Bench()
-    answer = Claimed(
-        link="own", rid=9, posting="e" * 32, claim=4, body=b"", expires_in_s=1, node_id=THERE, incarnation=""
+    answer = said(
+        m.Claimed,
+        link="own",
+        rid=9,
+        posting="e" * 32,
+        claim=4,
+        body=b"",
+        expires_in_s=1.0,
+        node_id=THERE,
+        incarnation=FAR,
     )
     bench.registry.claimed_elsewhere(0.0, answer)
     (there,) = bench.checked(bench.registry.give_up(0.0, "own", request=9))
     assert isinstance(there, SettleElsewhere)
-    assert (there.node_id, there.posting, there.claim) == (THERE, "e" * 32, 4)
-    assert (there.outcome, there.code) == ("cancelled", "timeout")
+    assert (there.node_id, there.message.posting, there.message.claim) == (THERE, "e" * 32, 4)
+    assert (there.message.outcome, there.message.code) == ("cancelled", "timeout")
     assert bench.registry.counts().routes == 0
 
 
@@ -349,9 +389,9 @@ def test_a_node_has_one_share_however_many_links_it_opens() -> None:
     bench.registry.add_peer(0.0, "far", FAR, THEIR_INCARNATION)
     bench.posted(kind="region")
     answers = [bench.claim(links[number % 21], kind="region") for number in range(90)]
-    assert sum(isinstance(answer[-1], Claimed) for answer in answers) == 81
+    assert sum(is_a(answer[-1], m.Claimed) for answer in answers) == 81
     assert refusal(answers[-1]).fields["option"] == "claims_max"
-    assert isinstance(bench.claim("far", kind="region")[-1], Claimed)
+    assert is_a(bench.claim("far", kind="region")[-1], m.Claimed)
     answers = [bench.claim(links[number % 21], key="none", wait_s=9.0) for number in range(90)]
     assert sum(not answer for answer in answers) == 81
     refused = refusal(answers[-1])

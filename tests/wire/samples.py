@@ -11,7 +11,23 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from kvxfer.wire.codec import U64_MAX, Blob, Flag, Hex, Kind, OneOf, Prose, Scalars, Seconds, Text, TextList, UInt
+from kvxfer.coverage import Box
+from kvxfer.wire.codec import (
+    BOX_BYTES,
+    U64_MAX,
+    Blob,
+    BoxList,
+    Flag,
+    Hex,
+    Kind,
+    OneOf,
+    Prose,
+    Scalars,
+    Seconds,
+    Text,
+    TextList,
+    UInt,
+)
 from kvxfer.wire.messages import MESSAGES, Message
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -34,6 +50,8 @@ def ordinary(kind: Kind, seed: int) -> Any:
             return f"{seed + 0xABC:0{kind.digits}x}"
         case Blob():
             return bytes((seed + place) % 256 for place in range(max(kind.min, min(kind.max, 5))))
+        case BoxList():
+            return (_box(seed),)
         case TextList():
             return ("10.0.0.1:17800", f"[::1]:{seed}")
         case Scalars():
@@ -51,6 +69,8 @@ def largest(kind: Kind) -> Any:
             return "x" * kind.max
         case Blob():
             return b"x" * kind.max
+        case BoxList():
+            return (_box(1),) * kind.items_max
         case TextList():
             return ("x" * kind.chars_max,) * kind.items_max
         case Scalars():
@@ -82,6 +102,8 @@ def wrong(kind: Kind) -> Iterator[Any]:
             yield bytes(kind.max + 1)
             if kind.min:
                 yield bytes(kind.min - 1)
+        case BoxList():
+            yield from (b"x", bytes(BOX_BYTES - 1), b"\xff" * BOX_BYTES, bytes((kind.items_max + 1) * BOX_BYTES))
         case TextList():
             yield from (["x"] * (kind.items_max + 1), ["x" * (kind.chars_max + 1)], [1], [b"x"], [["x"]])
         case Scalars():
@@ -101,7 +123,7 @@ def _of_wrong_type(kind: Kind) -> Iterator[Any]:
             fits = (int, float)
         case Flag():
             fits = (bool,)
-        case Blob():
+        case Blob() | BoxList():
             fits = (bytes,)
         case TextList():
             fits = (list,)
@@ -124,7 +146,12 @@ def payload(number: int, fields: dict[Any, Any]) -> bytes:
 
 
 def raw(message: Message) -> dict[str, Any]:
-    return {name: getattr(message, name) for name, _ in message.kinds}
+    fields = {name: getattr(message, name) for name, _ in message.kinds}
+    return fields | {name: packed(fields[name]) for name, packed in message.packed.items()}
+
+
+def _box(seed: int) -> Box:
+    return Box(layers=range(seed), parts=range(2), heads=range(1, 2 + seed), tokens=range(16 * seed))
 
 
 # -- hypothesis -------------------------------------------------------------------------------------------------------
@@ -155,6 +182,8 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
         case Blob():
             some = st.binary(min_size=kind.min, max_size=min(kind.max, max(kind.min, 40)))
             return st.one_of(some, st.just(b"")) if kind.empty else some
+        case BoxList():
+            return st.lists(st.integers(0, 99).map(_box), max_size=kind.items_max).map(tuple)
         case TextList():
             return st.lists(TEXT, max_size=min(4, kind.items_max)).map(tuple)
         case Scalars():

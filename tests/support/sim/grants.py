@@ -13,7 +13,7 @@ from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.postings import RemoteClaims
 from kvxfer.rendezvous.registry import Registry
 from kvxfer.wire.codec import Message
-from kvxfer.wire.messages import Confirm
+from kvxfer.wire.messages import Claim, Confirm, GiveUp
 from tests.support.sim.loop import current
 
 if TYPE_CHECKING:
@@ -60,20 +60,21 @@ class Grants:
         def wrong(key: str) -> None:
             self._world.oracle.wrong("given_up", f"{current().name} keeps a claim on {key} that its asker has given up")
 
-        def given_up(registry: Any, now: float, link: Any, *, request: int) -> Any:
-            actions = give_up(registry, now, link, request=request)
-            over.add((link, request))
+        def given_up(registry: Any, now: float, link: Any, message: GiveUp) -> Any:
+            actions = give_up(registry, now, link, message)
+            over.add((link, message.request))
             party = registry._parties.get(link)
             for claim in () if party is None else party.claims.values():
-                if granted.get(claim.key) == (link, request):
+                if granted.get(claim.key) == (link, message.request):
                     wrong(claim.posting.key)
             return actions
 
-        def matched(book: Any, now: float, posting: Any, party: Any, rid: int, *rest: Any) -> Any:
+        def matched(book: Any, now: float, posting: Any, party: Any, message: Claim) -> Any:
+            rid = message.rid
             if (party.link, rid) in over:
                 wrong(posting.key)
             issued = posting.issued
-            actions = match(book, now, posting, party, rid, *rest)
+            actions = match(book, now, posting, party, message)
             if posting.issued > issued:
                 granted[posting.id, posting.issued] = (party.link, rid)
             return actions
