@@ -13,12 +13,12 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -38,6 +38,7 @@ from kvxfer.flows.offer import Landing
 from kvxfer.flows.publish import Publication
 from kvxfer.flows.pull import Pull, Pulled, release_unread
 from kvxfer.flows.push import Push
+from kvxfer.flows.segments import Segments, check_segments
 from kvxfer.flows.tickets import AnyTicket, as_ticket, as_tickets
 from kvxfer.geometry import BlockTable
 from kvxfer.memory.allocation import Allocator, check_device, kind_of, register_all, wish
@@ -45,9 +46,12 @@ from kvxfer.memory.region import KVCache, Region, Span, check_span
 from kvxfer.memory.reservations import BlockReservations, Reservation
 from kvxfer.memory.sources import at_address, borrow
 from kvxfer.native.engine import Engine, EngineConfig, OpKind, Priority, forks
+from kvxfer.native.types import CORE_FIELDS, ROW_FIELDS, read_counters
 from kvxfer.net.link import LinkFacts
 from kvxfer.tasks import Deadline, TaskOwner, seconds
 from kvxfer.wire.messages import Echo, EchoReply
+
+COUNTED = ("pulls", "pulled_bytes", "pull_failures", "pushes", "pushed_bytes", "push_failures")
 
 # -- the life of a client: its engine, its connection to the daemon, its thread, and what has to end with it
 # `Client` adds the verbs. A flow (an offer, a push, a publication) enters here while it runs, so that closing ends
@@ -76,6 +80,8 @@ class ClientLife:
         self._reporter = Reporter(self.config)
         self._flows: dict[object, EndFlow] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
+        self._counters_file: Path | None = None
+        self.counted = dict.fromkeys(COUNTED, 0)
         self.reservations = BlockReservations()
 
     async def __aenter__(self) -> Self:
@@ -111,6 +117,7 @@ class ClientLife:
                 **({} if self.config.data_bind else control.binds),
             )
             self._engine = engine = Engine(settings)
+            self._counters_file = counters
             self._allocator = Allocator(engine, self._tasks)
             self._plane = DataPlane(
                 engine,
@@ -423,6 +430,25 @@ class Client(ClientLife):
         self._reporter.registered()
         return made
 
+    def counters(self) -> Mapping[str, int]:
+        """What this client has counted since it was opened, and what its engine counts; from any thread.
+
+        ``pulls`` that brought everything, ``pulled_bytes``, ``pull_failures``, ``pushes`` that committed,
+        ``pushed_bytes``, ``push_failures``; of the engine ``inflight``, ``regions``, ``registered_bytes``, ``stalled``
+        and so on, and the same for each transport with its name before it (``tcp_put_bytes``).
+        """
+        self._require_process()
+        path = self._counters_file
+        if path is None or self._plane is None:
+            raise ClosedError("the client is not open", hint="use it inside `async with`")
+        try:
+            found = read_counters(path)
+        except OSError as error:
+            raise ClosedError(f"the counters of the engine are gone: {error}") from error
+        core = {name: int(getattr(found, name)) for name in CORE_FIELDS}
+        rows = {f"{row.name}_{name}": int(getattr(row, name)) for row in found.transports for name in ROW_FIELDS}
+        return MappingProxyType({**core, **rows, **self.counted})
+
     @property
     def unready(self) -> str:
         """Why this client should not be given work now; empty when it can work. From any thread."""
@@ -457,7 +483,7 @@ class Client(ClientLife):
         keep moving. Another word is a `UsageError`.
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
-            raise UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(notify)[:40])
+            raise _bad_notify(notify)
         plane = self.plane
         part = self._part(plane, OpKind.PUT, source, target, target_offset, (0, notify) if visible else None)
         urgency = Priority.NORMAL if priority == "normal" else Priority.of(priority)
@@ -499,6 +525,65 @@ class Client(ClientLife):
         way = _ClientMoves(self, self.plane, kind, Priority.of(priority))
         return Group(way, these, indexes=range(len(these)), atomic=atomic, timeout=self._limit(timeout))
 
+    def put_segments(
+        self,
+        source: Region,
+        target: RemoteDescriptor,
+        segments: Segments,
+        *,
+        timeout: float | None = None,
+        visible: bool = False,
+        notify: int = 0,
+        priority: str = "normal",
+    ) -> Transfer:
+        """`put` of many pieces as one transfer: ``segments`` are integers of shape (n, 3), a row for each piece: offset
+        in the region, offset in the remote memory, bytes. At most `segments_max` of them; the array may be reused.
+        """
+        if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
+            raise _bad_notify(notify)
+        told = (0, notify) if visible else None
+        return self._scattered(OpKind.PUT, source, target, segments, timeout, priority, told)
+
+    def get_segments(
+        self,
+        target: Region,
+        source: RemoteDescriptor,
+        segments: Segments,
+        *,
+        timeout: float | None = None,
+        priority: str = "normal",
+    ) -> Transfer:
+        """`get` of many pieces as one transfer; see `put_segments`."""
+        return self._scattered(OpKind.GET, target, source, segments, timeout, priority, None)
+
+    def _scattered(
+        self,
+        kind: OpKind,
+        region: Region,
+        remote: RemoteDescriptor,
+        segments: Segments,
+        timeout: float | None,
+        priority: str,
+        notify: tuple[int, int] | None,
+    ) -> Transfer:
+        plane, urgency = self.plane, Priority.of(priority)
+        if not isinstance(region, Region):
+            raise UsageError("put_segments and get_segments take a Region", got=type(region).__name__)
+        region.require(plane)
+        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
+        if not isinstance(remote, RemoteDescriptor) or not remote.access & right:
+            raise _unfit(remote)
+        rows = check_segments(segments, region.length, remote.length, self.config.segments_max)
+        part = WorkRequest(
+            kind=kind,
+            region=region.id,
+            descriptor=remote,
+            segments=rows,
+            notify=notify,
+            check=self.config.integrity,
+        )
+        return plane.start((part,), timeout=self._limit(timeout), peer=remote.node_id, priority=urgency)
+
     def _limit(self, timeout: float | None) -> float:
         return self.config.timeout_s if timeout is None else Deadline.after(timeout).remaining()
 
@@ -520,11 +605,10 @@ class Client(ClientLife):
             raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
         region.require(plane)
         if not isinstance(remote, RemoteDescriptor):
-            hint = "RemoteDescriptor.from_dict makes one of a dict"
-            raise UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
+            raise _unfit(remote)
         check_span(remote_offset, length, remote.length, "the remote memory")
         if not remote.access & right:
-            raise AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
+            raise _unfit(remote)
         return WorkRequest(
             kind=kind,
             region=region.id,
@@ -721,6 +805,18 @@ class Client(ClientLife):
         limit = self._timeout(timeout)
         wait = limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0)
         return Adoption(self, _request_id(request_id), wait_s=wait, timeout=limit)
+
+
+def _bad_notify(value: object) -> UsageError:
+    return UsageError("notify must be an integer from 0 to 2^64-1", field="notify", value=repr(value)[:40])
+
+
+def _unfit(remote: object) -> KvxferError:
+    """Why a descriptor cannot be used, which is none or does not allow this direction."""
+    if not isinstance(remote, RemoteDescriptor):
+        hint = "RemoteDescriptor.from_dict makes one of a dict"
+        return UsageError("the other side must be a RemoteDescriptor", got=type(remote).__name__, hint=hint)
+    return AccessDenied("the descriptor does not allow this direction", peer=remote.node_id)
 
 
 def _request_id(value: object) -> str:

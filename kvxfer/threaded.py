@@ -15,7 +15,7 @@ import concurrent.futures.thread  # noqa: F401  its threads must outlive our end
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,7 @@ from kvxfer.flows.push import Push
 from kvxfer.flows.tickets import AnyTicket
 from kvxfer.geometry import BlockTable
 from kvxfer.logs import logger
+from kvxfer.memory.numa import threads_at
 from kvxfer.memory.region import KVCache, Region
 from kvxfer.native.engine import forks
 from kvxfer.tasks import OTHER_SIDE, Deadline, TaskOwner, seconds
@@ -274,7 +275,7 @@ class ThreadedClient:
 
     def _main(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+            with threads_at(self.config.engine_cpus), asyncio.Runner(loop_factory=self._loop_factory) as runner:
                 self._loop = runner.get_loop()
                 runner.run(self._serve())
         except Exception as error:  # for `start` to raise
@@ -323,6 +324,10 @@ class ThreadedClient:
     def unready(self) -> str:
         """Why this client should not be given work now; empty when it can work."""
         return "the client is not open" if self.closed or self._client is None else self._client.unready
+
+    def counters(self) -> Mapping[str, int]:
+        """`Client.counters`."""
+        return self._require_open().counters()
 
     def fileno(self) -> int:
         """A descriptor that is readable while a handle has ended that `poll` has not told; for epoll and select. It is

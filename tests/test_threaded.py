@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import kvxfer
 from kvxfer.client import Client
 from kvxfer.errors import (
     ClosedError,
+    ConfigError,
     DaemonUnavailable,
     ForkedClientError,
     GeometryMismatch,
@@ -228,6 +230,40 @@ def test_what_has_not_ended_is_bounded(client: ThreadedClient, monkeypatch: pyte
     while not all(handle.done for handle in handles):
         ended(client)
     client.submit(forever)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nothing to tell apart")
+def test_an_engine_s_pinning_is_inherited_unless_the_configuration_says_otherwise(daemons: Daemons) -> None:
+    async def cpus(_: Client) -> set[int]:
+        return os.sched_getaffinity(0)
+
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    os.sched_setaffinity(0, {one})
+    try:
+        for wanted, expected in (("", {one}), ("all", before), (str(max(before)), {max(before)})):
+            config = replace(daemons.config, engine_cpus=wanted)
+            with ThreadedClient(daemons.sockets[0], config=config) as client:
+                assert client.run(cpus) == expected
+        with pytest.raises(ConfigError, match="no CPU 99999"):
+            ThreadedClient(daemons.sockets[0], config=replace(daemons.config, engine_cpus="99999")).start()
+        assert os.sched_getaffinity(0) == {one}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_counters_tell_from_any_thread(client: ThreadedClient, other: ThreadedClient) -> None:
+    source, sink = cache_of(client), cache_of(other)
+    published = client.submit_publish("r-8", source, TABLE, retryable=True)
+    with pytest.raises(GeometryMismatch):
+        other.submit_pull(published.ticket(LIMIT), cache_of(other, head_size=16), TABLE).result(LIMIT)
+    pulled = other.submit_pull(published.ticket(LIMIT), sink, TABLE).result(LIMIT)
+    found = other.counters()
+    assert (found["pulls"], found["pull_failures"], found["pulled_bytes"]) == (1, 1, pulled.bytes)
+    assert found["regions"] == 2
+    assert found["pushes"] == 0
+    with pytest.raises(TypeError):
+        found["pulls"] = 2  # type: ignore[index]
 
 
 # -- its end -------------------------------------------------------------------------------------------------------

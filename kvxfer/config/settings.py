@@ -237,6 +237,14 @@ class Config:
         pattern=r"auto|[0-9]{1,3}",
         expects="auto, or the number of a node of this host",
     )
+    engine_cpus: str = _text(
+        "",
+        "CPUs of the engine's threads: 0-3,8, or all; empty: those of the thread that opens it, which may be pinned.",
+        empty=True,
+        chars_max=200,
+        pattern=r"all|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*",
+        expects="all, or numbers and ranges separated by commas",
+    )
     hbm_arena_bytes: int = _size(
         256 * MIB, 2 * MIB, 1 << 40, "Device memory is taken from an accelerator's driver in blocks of this size."
     )

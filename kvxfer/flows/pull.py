@@ -133,7 +133,14 @@ class Pull:
         taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
         self._client.enter(self, self._client_closed)
         try:
-            return await self._claim_and_read(deadline)
+            pulled = await self._claim_and_read(deadline)
+        except BaseException:
+            self._client.counted["pull_failures"] += 1
+            raise
+        else:
+            self._client.counted["pulls"] += 1
+            self._client.counted["pulled_bytes"] += pulled.bytes
+            return pulled
         finally:
             self._client.leave(self)
             self._client.reservations.quarantine(taken, f"pull {self._request_id} is settling")

@@ -389,6 +389,8 @@ class Push:
         if self._claim is None:
             return
         claim, self._claim = self._claim, None
+        self._client.counted["pushes" if outcome == "done" else "push_failures"] += 1
+        self._client.counted["pushed_bytes"] += self.bytes_done if outcome == "done" else 0
         if self._client.closed:
             return  # the link's end has settled it, and the engine's end has dropped the imports
         self._client.control.settle_in_background(claim, outcome, error)

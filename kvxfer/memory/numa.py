@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvxfer.errors import UsageError
+from kvxfer.errors import ConfigError, UsageError
 from kvxfer.logs import logger
 
 SYSFS = Path("/sys")
@@ -123,3 +123,31 @@ def threads_on(wanted: str, root: Path = SYSFS) -> Iterator[str]:
     finally:
         if outcome == "bound":
             os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def threads_at(wanted: str, root: Path = SYSFS) -> Iterator[None]:
+    """Threads that are started inside run on these CPUs, wherever this one may: "0-3,8", "all" of the host that this
+    process is allowed, or "" for those of this thread. Raises `ConfigError` for a CPU that is not there or not allowed.
+    """
+    before = os.sched_getaffinity(0)
+    if not wanted:
+        yield
+        return
+    online = set(parse_list(_read(root / "devices/system/cpu/online"))) or set(range(os.cpu_count() or 1))
+    asked = online if wanted == "all" else set(parse_list(wanted))
+    missing = asked - online
+    try:
+        if not missing:
+            os.sched_setaffinity(0, asked)
+            missing = set() if wanted == "all" else asked - os.sched_getaffinity(0)
+    except OSError as denied:
+        raise ConfigError(f"engine_cpus: {wanted} cannot be used: {denied.strerror}", option="engine_cpus") from denied
+    try:
+        if missing:
+            first = min(missing)
+            hint = "name CPUs of this host that the process is allowed (its cpuset), or all"
+            raise ConfigError(f"engine_cpus: there is no CPU {first} for us", option="engine_cpus", hint=hint)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

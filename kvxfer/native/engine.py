@@ -140,7 +140,8 @@ class Life:
         native.abi_version = lib.KVX_ABI_VERSION
         engine_p = ffi.new("kvx_engine **")
         why = ffi.new("char[512]")
-        with numa.threads_on(config.numa_node) as self.numa:  # threads run where the one that makes them does
+        # Threads run where the one that makes them does.
+        with numa.threads_at(config.engine_cpus), numa.threads_on(config.numa_node) as self.numa:
             status = lib.kvx_engine_open(native, engine_p, why, 512)
         del keep  # the engine has its own copies
         if status != 0:

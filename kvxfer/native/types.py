@@ -37,6 +37,7 @@ FROM_CONFIG = (
         "hugepages",
         "socket_dir",
         "numa_node",
+        "engine_cpus",
     ),
     *("hixl_port", "hixl_engine_port", "hixl_options", "device_ipc", "tcp_zero_copy"),
 )
@@ -179,6 +180,7 @@ class EngineConfig:
     cross_memory_attach: bool = True
     hugepages: bool = True
     numa_node: str = ""  # of its threads: a number, "auto", or "" for any
+    engine_cpus: str = ""  # of its threads: "0-3,8", "all", or "" for those of the thread that opens it
     tcp_zero_copy: bool = True  # puts lend their pages to the kernel
     device_ipc: bool = True  # map device memory of other processes of this host
 

@@ -36,7 +36,7 @@ FINE = {
         (name, "")
         for name in (
             *("http", "socket_dir", "secret", "secret_file", "data_bind", "tcp_congestion", "fault_spec"),
-            *("numa_node", "ping_device", "hixl_options"),
+            *("numa_node", "engine_cpus", "ping_device", "hixl_options"),
             *("tls_cert", "tls_key", "tls_ca", "allow_nodes", "allow_namespaces", "socket_uids", "landing_devices"),
         )
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.errors import UsageError
+from kvxfer.errors import ConfigError, UsageError
 from kvxfer.memory import numa
 
 
@@ -117,3 +117,21 @@ def test_threads_that_cannot_be_bound(tmp_path: Path, caplog: pytest.LogCaptureF
         assert (outcome, os.sched_getaffinity(0)) == ("not applied", before)
     assert len(caplog.records) == 1
     assert "node 0" in caplog.text
+
+
+def test_threads_go_where_the_configuration_says(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    with numa.threads_at(""):
+        assert os.sched_getaffinity(0) == before
+    with numa.threads_at(str(one)):
+        assert os.sched_getaffinity(0) == {one}
+        with numa.threads_at("all"):  # a pinned thread reaches all of them again
+            assert os.sched_getaffinity(0) >= before
+        assert os.sched_getaffinity(0) == {one}
+    assert os.sched_getaffinity(0) == before
+    root = write(tmp_path, {"devices/system/cpu/online": f"{one}"})
+    for wrong in ("99999", f"{one},99999", "99990-99999"):
+        with pytest.raises(ConfigError), numa.threads_at(wrong, root):
+            raise AssertionError
+        assert os.sched_getaffinity(0) == before
