@@ -173,10 +173,9 @@ class Confirmations:
             self._asked.popitem(last=False)
 
     def ask(self, link: Link, message: m.Confirm) -> None:
-        """Find out, and end what the other side does not know. An older peer cannot be asked: leases end it."""
-        if link.speaks(m.Confirm):
-            with contextlib.suppress(ClosedError):  # this daemon ends, and its postings with it
-                self._owner.spawn(self._ask(link, message), "confirm claims")
+        """Find out, and end what the other side does not know."""
+        with contextlib.suppress(ClosedError):  # this daemon ends, and its postings with it
+            self._owner.spawn(self._ask(link, message), "confirm claims")
 
     async def _ask(self, link: Link, message: m.Confirm) -> None:
         claims = m.unpack_claims(message.claims)

@@ -287,12 +287,10 @@ class Control:
         return self._link
 
     def say(self, message: m.Report) -> bool:
-        """Tell the daemon something that it does not answer; whether that is done. An older one cannot be told."""
+        """Tell the daemon something that it does not answer; whether that is done."""
         try:
             if self._link is None:
                 return False
-            if not self._link.speaks(type(message)):
-                return True
             self._link.send(message)
         except KvxferError:
             self.unexpected_events += 1

@@ -534,10 +534,6 @@ class Link(asyncio.Protocol):
         """Of the protocol, as agreed with the other side; 0 until the link is ready."""
         return self._session.version
 
-    def speaks(self, kind: type[Message]) -> bool:
-        """Whether the other side knows this message. What it does not know, `send` refuses."""
-        return self._session.speaks(kind)
-
     @property
     def usable(self) -> bool:
         """Open, and the peer has not announced that it leaves."""
@@ -563,12 +559,7 @@ class Link(asyncio.Protocol):
             raise self._session.not_known(what, unknown) from unknown
 
     def _give_up(self, number: int) -> None:
-        """A claim that goes on waiting would take the place of somebody who still wants it.
-
-        An older peer cannot be told: what it grants too late is settled when it comes (`on_late`).
-        """
-        if not self.speaks(m.GiveUp):
-            return
+        """A claim that goes on waiting would take the place of somebody who still wants it."""
         try:
             self.send(m.GiveUp(request=number))
         except KvxferError as failure:

@@ -27,10 +27,8 @@ def transcript(hello: Hello, welcome: Welcome) -> bytes:
         *(hello.role, hello.node_id, hello.incarnation, hello.name, hello.engine_id, hello.counters_path),
         *(str(number) for number in (welcome.version, len(welcome.features))),
         *welcome.features,
-        *(welcome.node_id, welcome.incarnation, welcome.auth),
+        *(welcome.node_id, welcome.incarnation, welcome.auth, hello.namespace, welcome.namespace),
     ]
-    if hello.namespace or welcome.namespace:  # those who know none say the same as before there were any
-        parts += [hello.namespace, welcome.namespace]
     encoded = [hello.nonce, welcome.nonce, *(part.encode("utf-8", "surrogatepass") for part in parts)]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 

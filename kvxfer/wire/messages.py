@@ -1,9 +1,9 @@
 """Every message of the control plane: its number, its fields and their bounds.
 
 Declarations, and what turns errors and lists of claims into fields; how messages are checked, encoded and decoded
-stands in `codec`. Numbers and field names never change. What a version of the protocol added says so: a message by
-``since``, a field of an older message by `Since`. All else is of version 1, and every peer knows it. A message is sent
-to those alone who speak its version (`Session.speaks`); fields that are unknown to a receiver are ignored, so a later
+stands in `codec`. Numbers and field names never change. All there is belongs to version 1 of the protocol. What a later
+version adds will say so: a message by ``since``, a field of an older message by `codec.Since`. A message is sent to
+those alone who speak its version (`Session.speaks`); fields that are unknown to a receiver are ignored, so a later
 field may only say what can be left out, or has to be looked at in the handshake (`unread`).
 """
 
@@ -36,7 +36,6 @@ from kvxfer.wire.codec import (
     Prose,
     Scalars,
     Seconds,
-    Since,
     Text,
     TextList,
     UInt,
@@ -91,8 +90,8 @@ ClaimNumber = Annotated[int, UInt(CLAIM_NUMBER_MAX)]
 Duration = Annotated[float, Seconds(SECONDS_MAX)]
 PostingBody = Annotated[bytes, Blob(POSTING_BODY_BYTES_MAX)]
 MailData = Annotated[bytes, Blob(MAIL_DATA_BYTES_MAX)]
-Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX), Since(2)]  # empty: "default"; of a worker: its daemon's
-Boxes = Annotated[tuple[Box, ...], BoxList(BOXES_MAX), Since(2)]
+Namespace = Annotated[str, Text(NAMESPACE_CHARS_MAX)]  # empty: "default"; of a worker: its daemon's
+Boxes = Annotated[tuple[Box, ...], BoxList(BOXES_MAX)]
 EchoData = Annotated[bytes, Blob(ECHO_BYTES_MAX)]
 
 
@@ -157,7 +156,7 @@ class Refuse(Message):
 
     code: Code
     message: Explanation = ""
-    fields: Annotated[Details, Since(2)] = field(default_factory=dict)
+    fields: Details = field(default_factory=dict)
 
 
 @numbered(6)
@@ -224,7 +223,7 @@ class Post(Message):
     lease_s: Duration
     claims_max: Annotated[int, UInt(CLAIM_NUMBER_MAX)] = 0
     boxes: Boxes = ()
-    private: Annotated[bool, Flag(), Since(2)] = False
+    private: Annotated[bool, Flag()] = False
 
 
 @numbered(21)
@@ -330,7 +329,7 @@ class PostingEvent(Message):
     boxes: Boxes = ()
 
 
-@numbered(28, since=2)
+@numbered(28)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GiveUp(Message):
     """Whoever sent the Claim or Land numbered `request`: nobody takes its answer any more. It waits no longer, and what
@@ -340,7 +339,7 @@ class GiveUp(Message):
     request: Rid
 
 
-@numbered(29, since=2)
+@numbered(29)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Confirm(Message):
     """Owner: these claims were granted to you over the connection ``session``, which has ended. The `Done` that answers
@@ -367,7 +366,7 @@ class Land(Message):
     body: PostingBody = b""
     lease_s: Duration
     engine_id: IdentityOrAny = ""
-    wait_s: Annotated[float, Seconds(SECONDS_MAX), Since(2)] = 0.0
+    wait_s: Annotated[float, Seconds(SECONDS_MAX)] = 0.0
 
 
 # -- small messages between workers -----------------------------------------------------------------------------------
@@ -432,7 +431,7 @@ class StatusReply(Message):
     body: Annotated[bytes, Blob(STATUS_BODY_BYTES_MAX)] = b""
 
 
-@numbered(54, since=2)
+@numbered(54)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Message):
     """Worker: what this process says of itself, in the place of what it said before. Not answered.
@@ -462,7 +461,7 @@ class EchoReply(Message):
 
     rid: Rid = 0
     data: EchoData = b""
-    via: Annotated[str, Text(ENDPOINT_CHARS_MAX), Since(2)] = ""
+    via: Annotated[str, Text(ENDPOINT_CHARS_MAX)] = ""
 
 
 # -- lists of claims as bytes: for each the posting (16 bytes) and the claim's number (4 bytes, big-endian) -----------

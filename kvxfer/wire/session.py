@@ -39,7 +39,7 @@ from kvxfer.wire.auth import Side, find_secret, prove, transcript
 from kvxfer.wire.codec import unread
 from kvxfer.wire.messages import error_reply, exception_of, refusal
 
-VERSIONS = (1, 2)  # the oldest and the newest protocol version that this code speaks
+VERSIONS = (1, 1)  # the oldest and the newest protocol version that this code speaks
 FEATURES: tuple[str, ...] = ()
 LATE_PROBES_MAX = 2  # times that a probe is repeated because this side slept through its deadline
 

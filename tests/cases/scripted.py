@@ -35,7 +35,8 @@ def frame(number: int, fields: Fields) -> bytes:
 
 def said(message: Message) -> tuple[int, Fields]:
     """A message as this peer says it: with every field."""
-    return message.number, {name: getattr(message, name) for name, _ in message.kinds}
+    fields = {name: getattr(message, name) for name, _ in message.kinds}
+    return message.number, fields | {name: packed(fields[name]) for name, packed in message.packed.items()}
 
 
 class Scripted:
@@ -93,7 +94,6 @@ class Scripted:
             hello = m.Hello(**{item: fields[item] for item, _ in m.Hello.kinds if item in fields})
             secret = Credentials(Config(), unconfigured="look").secret
             number, known = said(replace(welcome, proof=prove(secret, "acceptor", transcript(hello, welcome))))
-            known.pop("namespace")
             return [self._before_welcome, frame(number, known | self._welcome)]
         if name == "Proof":
             return [frame(*said(m.Ready(session=os.urandom(16).hex(), keepalive_s=60.0)))]

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from kvxfer.daemon.settling import SLICE
-from kvxfer.errors import KvxferError, ProtocolError, TooManyPending
+from kvxfer.errors import ProtocolError, TooManyPending
 from kvxfer.net.link import Link
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
-from kvxfer.wire.session import Session
 from tests.conftest import slack
 from tests.nodes import Worker, node, small, until, worker
 
@@ -235,22 +234,6 @@ async def test_questions_that_make_no_sense(what: str) -> None:
         with pytest.raises(ProtocolError):
             await link.request(message, timeout=5)
         assert not link.closed.done()
-
-
-async def test_an_older_node_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claims end with their leases, as before."""
-    make: Any = Session.__init__
-    monkeypatch.setitem(make.__kwdefaults__, "versions", (1, 1))
-    async with node() as here, node() as there, worker(here) as claimant, worker(there) as owner:
-        await owner.ask(m.Post(kind="offer", key="r", body=b"body", lease_s=1.5))
-        cut = cut_instead_of(m.Claimed, there)
-        await give_up_when(claimant, m.Claim(kind="offer", key="r", node=there.addresses), lambda: cut)
-        await claimant.ask(m.Echo(node=there.addresses, data=b"x"))
-        expired = await owner.inbox.take(m.PostingEvent, what="expired")
-        assert expired.code == "lease_expired"
-        assert not [event for event in owner.inbox.messages if getattr(event, "what", "") == "lost"]
-        with pytest.raises(KvxferError):
-            await claimant.ask(m.Claim(kind="offer", key="r", node=there.addresses))
 
 
 async def test_a_claim_that_nobody_is_left_to_settle_ends_with_its_lease(tmp_path: Path) -> None:

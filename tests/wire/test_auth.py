@@ -55,7 +55,7 @@ CHANGED: dict[str, Any] = {
 
 def test_by_hand() -> None:
     parts = [bytes(32), b"\1" * 32, b"1", b"2", b"41", b"2", b"a", b"b", b"peer", b"0d" * 16, b"1d" * 16]
-    parts += ["näme".encode(), b"2d" * 16, b"/x", b"1", b"1", b"a", b"0a" * 16, b"1a" * 16, b"hmac"]
+    parts += ["näme".encode(), b"2d" * 16, b"/x", b"1", b"1", b"a", b"0a" * 16, b"1a" * 16, b"hmac", b"", b""]
     said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     assert transcript(HELLO, WELCOME) == said
     text = b"kvxfer control handshake 1\0dialler\0" + said

@@ -191,7 +191,7 @@ def test_a_message_shows_no_bytes() -> None:
 def test_explanations_are_cut_on_both_sides() -> None:
     error = Error(code="busy", message="x" * 5000)
     assert len(error.message) == 1024
-    received = decode(payload(Refuse.number, {"code": "busy", "message": "x" * 5000}))
+    received = decode(payload(Refuse.number, {"code": "busy", "message": "x" * 5000, "fields": {}}))
     assert isinstance(received, Refuse)
     assert len(received.message) == 1024
 

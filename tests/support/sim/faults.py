@@ -19,7 +19,6 @@ from tests.support.sim.world import Worker, World
 STEPS_BETWEEN = (10, 900)
 TOLD_S = 0.4  # nothing in the way: within this time everybody knows that a worker was killed
 # A version without `GiveUp` can end a claim that it asked for only when the answer is there: two trips more.
-OLDER_TOLD_S = 2 * TOLD_S
 LOCAL = ("kill_worker", "break_data")  # what does not keep news from arriving
 
 
@@ -117,12 +116,11 @@ class Faults:
             return
         before, now, engine_id = self._trouble_at, self.world.loop.now, client.plane.engine_id
 
-        def told(by_all: bool) -> None:
+        def told() -> None:
             if self._trouble_at == before < now - TOLD_S and self._news_travel():
-                self.world.oracle.mourned(engine_id, worker.process.name, before, by_all=by_all)
+                self.world.oracle.mourned(engine_id, worker.process.name, before)
 
-        self.world.loop.call_later(TOLD_S, told, False)
-        self.world.loop.call_later(OLDER_TOLD_S, told, True)
+        self.world.loop.call_later(TOLD_S, told)
 
     def _replace(self, worker: Worker) -> None:
         if worker.host.up and not worker.host.retired:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.rendezvous.book import Book
 from kvxfer.rendezvous.postings import RemoteClaims
 from kvxfer.rendezvous.registry import Registry
-from kvxfer.wire.codec import Message
-from kvxfer.wire.messages import Claim, Confirm, GiveUp
+from kvxfer.wire.messages import Claim, GiveUp
 from tests.support.sim.loop import current
 
 if TYPE_CHECKING:
@@ -134,19 +133,9 @@ class Grants:
                 found[claim.key] = (SETTLED_S, f"{text}, although {who} has settled it")
             elif claimant is None or claimant.server is None or claim.party is None:
                 continue
-            elif self.can_say(Confirm, owner, claim):
+            else:
                 routes: Any = claimant.server.registry._routes
                 if not routes.known(claim.key) and claim.key not in claimant.server.forwarder.settling():
                     why = f"{text}, which {claimant.process.name} does not know"
                     found[*claim.key, claim.party.session] = (UNKNOWN_S, why)
         return found
-
-    def can_say(self, kind: type[Message], owner: Daemon, claim: ClaimEntry) -> bool:
-        """The daemons of both sides of a claim know this message; one daemon alone has nobody to tell."""
-        if not claim.node_id:
-            return True
-        both: set[int] = {owner.process.speech.versions[1]}
-        for daemon in self._daemons():
-            if daemon.server is not None and daemon.server.incarnation == claim.incarnation:
-                both.add(daemon.process.speech.versions[1])
-        return bool(min(both) >= kind.since)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.dataplane.transfer import RUNNING, Transfer
 from kvxfer.server import Server
-from kvxfer.wire.messages import GiveUp
 from tests.support.sim.loop import PROCESS
 
 if TYPE_CHECKING:
@@ -200,12 +199,10 @@ class Oracle:
         if plane.engine.stray_events:
             self.wrong("token_twice", f"{name}: events without a token that waits for them")
 
-    def mourned(self, engine_id: str, name: str, since: float, *, by_all: bool) -> None:
+    def mourned(self, engine_id: str, name: str, since: float) -> None:
         """A worker was killed a while ago, and nothing was in the way of the news: nobody still counts on it.
 
-        What it claimed before ``since`` it may have given up when nobody could hear it; that ends with its lease.
-        ``by_all`` False: too early for claims between daemons that cannot give one up before it is answered.
-        """
+        What it claimed before ``since`` it may have given up when nobody could hear it; that ends with its lease."""
         for daemon in self.world.daemons.values():
             if not daemon.ready or daemon.server is None:
                 continue
@@ -214,9 +211,8 @@ class Oracle:
                 for claim in posting.claims.values():
                     if claim.engine_id != engine_id or claim.since <= since + daemon.process.clock_s:
                         continue
-                    if by_all or self.world.grants.can_say(GiveUp, daemon, claim):
-                        text = f"{daemon.process.name} still believes that {name} uses {posting.kind} {posting.key}"
-                        self.wrong("not_told", text)
+                    text = f"{daemon.process.name} still believes that {name} uses {posting.kind} {posting.key}"
+                    self.wrong("not_told", text)
 
     # -- when all is quiet -----------------------------------------------------------------------------------------
 

@@ -324,11 +324,6 @@ def _given_up_landing_made() -> list[Change]:
     return [(StagingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
 
 
-def _older_not_spared() -> list[Change]:
-    """Whatever version was agreed, everything is sent."""
-    return [(Session, "speaks", lambda *_: True)]
-
-
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "quarantine_skipped": _quarantine_skipped,
     "generation_not_compared": _generation_not_compared,
@@ -357,5 +352,4 @@ MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
     "settlement_forgotten": _settlement_forgotten,
     "given_up_grant_kept": _given_up_grant_kept,
     "given_up_landing_made": _given_up_landing_made,
-    "older_not_spared": _older_not_spared,
 }

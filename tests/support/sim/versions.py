@@ -1,25 +1,21 @@
-"""Neighbouring versions in one cluster: some processes speak the version before ours, or the next one.
+"""Neighbouring versions in one cluster: some processes speak the next version of the protocol, which is made up.
 
 The idea: what runs here is the code that there is, so another version is made of what it would do differently on the
-wire. An older process offers older versions, takes messages for unknown that came later (all of them, or one of them
-alone), and does not read later fields. One of the next version offers one version and feature more, says more in every
-message than we know, and sends messages that we have never heard of, with and without waiting for an answer. All kinds
-restart into each other, as in an upgrade host by host; every pair has to meet at the newest version that both know, use
-no feature that one of them does not, and send nothing to an older one that it cannot read.
+wire. It offers one version and feature more, says more in every message than we know, and sends messages that we have
+never heard of, with and without waiting for an answer. Both kinds restart into each other, as in an upgrade host by
+host; every pair has to meet at the newest version that both know, and use no feature that one of them does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from kvxfer.net import link as link_module
-from kvxfer.wire import framing
-from kvxfer.wire.codec import LENGTH_BYTES, MESSAGES, Message, Unknown, decode, encode
+from kvxfer.wire.codec import LENGTH_BYTES, Message, encode
 from kvxfer.wire.session import FEATURES, VERSIONS, Session
 from tests.support.sim.loop import current
 
@@ -38,23 +34,11 @@ class Speech:
     name: str
     versions: tuple[int, int] = VERSIONS
     features: tuple[str, ...] = FEATURES
-    lacks: frozenset[str] = frozenset()  # messages, by name
-    registry: Mapping[int, type[Message]] = field(default_factory=lambda: MESSAGES, repr=False)
     says_more: bool = False
 
 
-def older(*lacks: str) -> Speech:
-    """The version before ours; without these messages, or without all that came later."""
-    later = {kind.__name__ for kind in MESSAGES.values() if kind.since == VERSIONS[1]}
-    missing = frozenset(lacks) or frozenset(later)
-    known = {number: kind for number, kind in MESSAGES.items() if kind.__name__ not in missing}
-    return Speech("older", (VERSIONS[0], VERSIONS[1] - 1), lacks=missing, registry=known)
-
-
-LATER = sorted(kind.__name__ for kind in MESSAGES.values() if kind.since == VERSIONS[1])
 PRESENT = Speech("present")
 NEXT = Speech("next", (VERSIONS[0], VERSIONS[1] + 1), (*FEATURES, "what comes next"), says_more=True)
-OLDER = (older(), *(older(name) for name in LATER))
 
 
 class Versions:
@@ -63,8 +47,7 @@ class Versions:
     def __init__(self, world: World, kinds: tuple[Speech, ...] = ()) -> None:
         self._world = world
         self._rng = Random(f"versions {world.seed}")
-        other = self._rng.choice((NEXT, self._rng.choice(OLDER)))
-        self.kinds = kinds or ((PRESENT, other) if self._rng.random() < MIXED else (PRESENT,))
+        self.kinds = kinds or ((PRESENT, NEXT) if self._rng.random() < MIXED else (PRESENT,))
         self._said: dict[str, Speech] = {}  # by incarnation
         self._unheard = 0
         self.met: set[frozenset[str]] = set()  # which kinds have spoken to each other
@@ -89,23 +72,8 @@ class Versions:
         return (
             (Session, "__init__", made),
             (Session, "_established", established),
-            (framing, "decode", self._understood),
             (link_module, "encode", self._told),
         )
-
-    def _understood(self, payload: bytes) -> Message | Unknown:
-        """What a process makes of a message that it got."""
-        speech = current().speech
-        message = decode(payload, speech.registry)
-        if isinstance(message, Unknown):
-            lacking = MESSAGES.get(message.number)
-            if lacking is not None:
-                text = f"{current().name} was sent {lacking.__name__}, which its version does not have"
-                self._world.oracle.wrong("unknown_sent", text)
-            return message
-        newest = speech.versions[1]
-        unread = {name: message.optional[name] for name, since in message.added.items() if since > newest}
-        return replace(message, **unread) if unread else message  # type: ignore[type-var]
 
     def _told(self, message: Message, frame_bytes_max: int | None = None) -> bytes:
         """The bytes of a message, and of what comes with it from a process of the next version."""

@@ -27,7 +27,6 @@ from kvxfer.flows.offer import Landing
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import contiguous_layout
-from kvxfer.wire.session import VERSIONS
 from tests.support.sim.data import FLOW
 from tests.support.sim.invariants import Cache
 from tests.support.sim.loop import run_in
@@ -242,8 +241,7 @@ class Work:
     # -- push ------------------------------------------------------------------------------------------
 
     def _begin_push(self, flow: Flow, near: Worker, far: Worker, tokens: int, ready: list[Worker]) -> None:
-        known = all(speech.versions[1] >= VERSIONS[1] for speech in self.world.versions.kinds)
-        if self.rng.random() < 0.35 and (known or self.trouble):  # an older one is given whole pushes only
+        if self.rng.random() < 0.35:
             self._begin_parts(flow, far, tokens, ready)
             return
         writers = [near]
