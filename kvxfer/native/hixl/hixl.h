@@ -22,6 +22,7 @@
 #include "hixl/hixl_pace.h"
 #include "hixl/hixl_state.h"
 #include "core/newcomers.h"
+#include "core/sockets.h"
 #include "proto/stream.h"
 #include "core/table.h"
 #include "transport.h"
@@ -42,7 +43,6 @@
 #define HIXL_TX_MAX           (1u << 20) /* answers queued on a side link: from then on it is not read */
 #define HIXL_READS_MAX        4          /* receives on one side link before others get their turn */
 #define HIXL_HOLDER_MIN       32         /* side links that one grant may have in any case */
-#define HIXL_ACCEPT_MS        100
 #define HIXL_ENGINE_TEXT      64
 #define HIXL_LOCATION_UNITS   KVX_STREAM_UNITS_MAX
 
@@ -319,7 +319,8 @@ struct hixl_transport {
     char endpoint[KVX_ENDPOINT_MAX];
     struct sockaddr_storage listens; /* where */
     hixl_transport *next_here;       /* those of this process that listen */
-    int epoll_fd, wake_fd, listen_fd;
+    int epoll_fd, wake_fd;
+    kvx_listener listener;
     uint32_t device_count;
     hixl_device devices[HIXL_DEVICES_MAX];
     pthread_mutex_t lock;
@@ -331,8 +332,8 @@ struct hixl_transport {
     uint32_t accepted, accepted_max; /* that have proved a key, and how many may be */
     kvx_newcomers line;              /* those that have not proved a key yet; the side thread only */
     uint64_t locations;              /* that peers told us */
-    bool accept_paused, closing, stuck;
-    uint64_t accept_retry_ms, deadline_ms;
+    bool closing, stuck;
+    uint64_t deadline_ms;
 };
 
 /* hixl_side.c: sockets and frames. With the lock held unless said otherwise. */

@@ -1,10 +1,9 @@
 /* hixl_location.c: the payload of a LOCATION frame, where a grant lies: as bytes, and back with everything checked that
  * can be checked without the one who sent it. Pure. */
 #include "hixl/hixl.h"
+#include "core/sockets.h"
 
 #include <string.h>
-
-#include "tcp/tcp.h" /* for its addresses */
 
 enum {
     AT_ADDRESS = 0,
@@ -66,5 +65,5 @@ bool kvx_hixl_location_decode(hixl_location *location, const uint8_t *units, uin
            !__builtin_add_overflow(location->address, location->length, &end) && location->version <= location->known &&
            (!mapped || (location->arena_offset <= location->arena_length &&
                         location->length <= location->arena_length - location->arena_offset)) &&
-           kvx_tcp_address_parse(location->engine, &address, &length) == KVX_OK;
+           kvx_address_parse(location->engine, &address, &length) == KVX_OK;
 }

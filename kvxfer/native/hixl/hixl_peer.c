@@ -13,8 +13,6 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#include "tcp/tcp.h" /* for its addresses */
-
 void kvx_hixl_todo(hixl_peer *peer) {
     hixl_transport *hixl = peer->hixl;
     if (!peer->todo_queued) {
@@ -33,7 +31,7 @@ int kvx_hixl_peer_connect(void *transport, kvx_peer *kvx) {
     if (peer == NULL) {
         return KVX_E_NOMEM;
     }
-    if (kvx_tcp_address_parse(kvx->endpoint, &peer->address, &peer->address_length) != KVX_OK) {
+    if (kvx_address_parse(kvx->endpoint, &peer->address, &peer->address_length) != KVX_OK) {
         peer->address_length = 0; /* said when it is dialled */
     }
     peer->hixl = hixl;

@@ -14,7 +14,6 @@
 #include "list.h"
 #include "core/vault.h"
 #include "core/forks.h"
-#include "tcp/tcp.h" /* for its addresses */
 
 #define BACKLOG       256
 #define ACCEPTS_MAX   64
@@ -31,7 +30,7 @@ static int hixl_side_address_of(const hixl_transport *hixl, uint32_t port, struc
                                 socklen_t *length_p) {
     char text[KVX_ENDPOINT_MAX];
     snprintf(text, sizeof text, "%s:%u", hixl->host, port == 0 ? 1 : port);
-    int status = kvx_tcp_address_parse(text, address_p, length_p);
+    int status = kvx_address_parse(text, address_p, length_p);
     if (status == KVX_OK && port == 0) {
         if (address_p->ss_family == AF_INET6) {
             ((struct sockaddr_in6 *)address_p)->sin6_port = 0;
@@ -42,19 +41,8 @@ static int hixl_side_address_of(const hixl_transport *hixl, uint32_t port, struc
     return status;
 }
 
-static uint32_t hixl_side_port_of(const struct sockaddr_storage *address) {
-    return address->ss_family == AF_INET6 ? ntohs(((const struct sockaddr_in6 *)address)->sin6_port)
-                                          : ntohs(((const struct sockaddr_in *)address)->sin_port);
-}
-
 static bool hixl_side_same_address(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
-    if (a->ss_family != b->ss_family || hixl_side_port_of(a) != hixl_side_port_of(b)) {
-        return false;
-    }
-    return a->ss_family == AF_INET6
-               ? memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr, &((const struct sockaddr_in6 *)b)->sin6_addr,
-                        sizeof(struct in6_addr)) == 0
-               : ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
+    return kvx_address_same_host(a, b) && kvx_address_port(a) == kvx_address_port(b);
 }
 
 static int hixl_side_bind_socket(const hixl_transport *hixl, uint32_t port, struct sockaddr_storage *address,
@@ -87,7 +75,7 @@ uint32_t kvx_hixl_free_port(const hixl_transport *hixl) {
         return 0;
     }
     close(fd);
-    return hixl_side_port_of(&address);
+    return kvx_address_port(&address);
 }
 
 int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
@@ -109,8 +97,8 @@ int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
         }
         return error == EINVAL ? KVX_E_INVALID : error == EMFILE || error == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
     }
-    kvx_tcp_address_format(&address, hixl->endpoint, sizeof hixl->endpoint);
-    hixl->listen_fd = fd;
+    kvx_address_format(&address, hixl->endpoint, sizeof hixl->endpoint);
+    hixl->listener.fd = fd;
     hixl->listens = address;
     pthread_mutex_lock(&here_lock);
     hixl->next_here = here;
@@ -120,7 +108,7 @@ int kvx_hixl_listen(hixl_transport *hixl, char *why, size_t why_size) {
 }
 
 void kvx_hixl_listen_end(hixl_transport *hixl) {
-    if (hixl->listen_fd < 0) {
+    if (hixl->listener.fd < 0) {
         return;
     }
     pthread_mutex_lock(&here_lock);
@@ -130,7 +118,7 @@ void kvx_hixl_listen_end(hixl_transport *hixl) {
     }
     *at = hixl->next_here;
     pthread_mutex_unlock(&here_lock);
-    close(hixl->listen_fd); /* after: somebody else may listen there next */
+    close(hixl->listener.fd); /* after: somebody else may listen there next */
 }
 
 bool kvx_hixl_inside(const struct sockaddr_storage *address) {
@@ -300,12 +288,6 @@ bool kvx_hixl_authentic(const hixl_conn *conn, const uint8_t key[KVX_KEY_BYTES])
 
 /* -- accepting ---------------------------------------------------------------------------------------------------- */
 
-static void hixl_side_listen_arm(hixl_transport *hixl, bool on) {
-    struct epoll_event event = {.events = on ? (uint32_t)EPOLLIN : 0, .data.ptr = &hixl->listen_fd};
-    (void)epoll_ctl(hixl->epoll_fd, EPOLL_CTL_MOD, hixl->listen_fd, &event);
-    hixl->accept_paused = !on;
-}
-
 /* It has proved nothing, so it holds nothing: its end is a reset, as of a port that is not there. */
 static bool hixl_side_evict(kvx_newcomer *one) {
     if (one == NULL) {
@@ -339,28 +321,14 @@ static bool hixl_side_accept_one(hixl_transport *hixl, int fd, const struct sock
 }
 
 void kvx_hixl_accept(hixl_transport *hixl) {
-    if (hixl->accept_paused) {
-        if (kvx_now_ms() < hixl->accept_retry_ms) {
-            return;
-        }
-        hixl_side_listen_arm(hixl, true);
-    }
     for (int i = 0; i < ACCEPTS_MAX; i++) {
         struct sockaddr_storage from = {0};
-        socklen_t length = sizeof from;
-        int fd = kvx_owned(accept4(hixl->listen_fd, (struct sockaddr *)&from, &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
-            continue;
-        }
+        int fd = kvx_listener_accept(&hixl->listener, &from);
         if (fd < 0 && errno == EAGAIN) {
             return;
         }
-        if (fd < 0 ||
-            !hixl_side_accept_one(hixl, fd, &from)) { /* out of descriptors or memory: later, instead of spinning */
-            bool room = hixl_side_evict(kvx_newcomers_oldest(&hixl->line));
-            hixl_side_listen_arm(hixl, false);
-            hixl->accept_retry_ms = kvx_now_ms() + (room ? HIXL_ACCEPT_MS / 10 : HIXL_ACCEPT_MS);
-            kvx_hixl_deadline(hixl, hixl->accept_retry_ms);
+        if (fd < 0 || !hixl_side_accept_one(hixl, fd, &from)) {
+            kvx_listener_pause(&hixl->listener, hixl_side_evict(kvx_newcomers_oldest(&hixl->line)));
             return;
         }
     }
@@ -396,8 +364,8 @@ static void hixl_side_on_hello(hixl_conn *conn) {
 }
 
 static void hixl_side_on_connected(hixl_conn *conn) {
-    int error = kvx_tcp_error(conn->fd);
-    if (error == 0 && kvx_tcp_to_itself(conn->fd)) {
+    int error = kvx_socket_error(conn->fd);
+    if (error == 0 && kvx_socket_to_itself(conn->fd)) {
         error = ECONNREFUSED;
     }
     if (error != 0) {
@@ -493,7 +461,7 @@ void kvx_hixl_conn_event(hixl_conn *conn, uint32_t events) {
         hixl_side_on_connected(conn);
     } else if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
         if ((events & (EPOLLERR | EPOLLHUP)) && (conn->held || conn->stopped)) {
-            hixl_side_on_end(conn, kvx_tcp_error(conn->fd)); /* it went while we did not read */
+            hixl_side_on_end(conn, kvx_socket_error(conn->fd)); /* it went while we did not read */
             return;
         }
         hixl_side_receive(conn);

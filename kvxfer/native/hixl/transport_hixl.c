@@ -82,26 +82,17 @@ static void hixl_reap(hixl_transport *hixl) {
     }
 }
 
-static int hixl_wait_ms(const hixl_transport *hixl, int timeout_ms) {
-    if (hixl->deadline_ms == 0) {
-        return timeout_ms;
-    }
-    uint64_t now_ms = kvx_now_ms();
-    uint64_t left = hixl->deadline_ms <= now_ms ? 0 : hixl->deadline_ms - now_ms;
-    int bounded = left > 60000 ? 60000 : (int)left;
-    return timeout_ms < 0 || bounded < timeout_ms ? bounded : timeout_ms;
-}
-
 static int hixl_side_progress(hixl_transport *hixl, int timeout_ms) {
     struct epoll_event events[EVENTS_MAX];
-    int count = epoll_wait(hixl->epoll_fd, events, EVENTS_MAX, hixl_wait_ms(hixl, timeout_ms));
-    bool woken = false, accepts = hixl->accept_paused;
+    int count = epoll_wait(hixl->epoll_fd, events, EVENTS_MAX,
+                           kvx_timeout_ms(hixl->deadline_ms, hixl->listener.retry_ms, timeout_ms));
+    bool woken = false, accepts = false;
     for (int i = 0; i < count; i++) {
         void *what = events[i].data.ptr;
         if (what == &hixl->wake_fd) {
             uint64_t value;
             woken = read(hixl->wake_fd, &value, sizeof value) > 0;
-        } else if (what == &hixl->listen_fd) {
+        } else if (what == &hixl->listener) {
             accepts = true;
         } else {
             kvx_hixl_conn_event(what, events[i].events);
@@ -116,6 +107,7 @@ static int hixl_side_progress(hixl_transport *hixl, int timeout_ms) {
     if (accepts) {
         kvx_hixl_accept(hixl);
     }
+    kvx_listener_resume(&hixl->listener);
     return count > 0 ? count : 0;
 }
 
@@ -175,7 +167,7 @@ static int hixl_side_open(hixl_transport *hixl, char *why, size_t why_size) {
     hixl->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     hixl->wake_fd = kvx_core_wake_fd(hixl->core, hixl->slot, 0);
     if (hixl->epoll_fd < 0 || hixl->wake_fd < 0 || !hixl_watch(hixl, hixl->wake_fd, &hixl->wake_fd) ||
-        !hixl_watch(hixl, hixl->listen_fd, &hixl->listen_fd)) {
+        !kvx_listener_watch(&hixl->listener, hixl->epoll_fd)) {
         snprintf(why, why_size, "hixl: no event descriptors: %s", strerror(errno));
         return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
     }
@@ -202,7 +194,7 @@ static int hixl_open(kvx_core *core, uint32_t slot, const kvx_engine_config *con
     hixl->config = config;
     hixl->counters = kvx_core_counters(core, slot);
     hixl->api = api;
-    hixl->listen_fd = hixl->epoll_fd = -1;
+    hixl->listener.fd = hixl->epoll_fd = -1;
     kvx_newcomers_init(&hixl->line);
     hixl->accepted_max = kvx_connections_max(config->accepted_max, 4);
     pthread_mutex_init(&hixl->lock, NULL);

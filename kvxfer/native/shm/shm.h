@@ -20,6 +20,7 @@
 
 #include "proto/auth.h"
 #include "core/newcomers.h"
+#include "core/sockets.h"
 #include "proto/refusal.h"
 #include "core/table.h"
 #include "transport.h"
@@ -29,7 +30,6 @@
 #define SHM_TX_MAX     1024                  /* answers queued on a connection: from then on it is not read */
 #define SHM_READS_MAX  32                    /* messages of one connection before others get their turn */
 #define SHM_RETRY_MS   5                     /* connect again when the listener's queue is full */
-#define SHM_ACCEPT_MS  100                   /* accept again after running out of descriptors */
 #define SHM_GRANULE    (UINT64_C(16) << 10)  /* page tables are filled for so much at once */
 #define SHM_AHEAD_MAX  (UINT64_C(256) << 20) /* of a new mapping are filled before they are needed, so much */
 #define SHM_AHEAD_TURN (UINT64_C(1) << 20)   /* before other jobs have their turn */
@@ -224,7 +224,8 @@ struct shm_transport {
     uint32_t slot;
     const kvx_engine_config *config;
     kvx_transport_counters *counters;
-    int epoll_fd, wake_fd, listen_fd;
+    int epoll_fd, wake_fd;
+    kvx_listener listener;
     char boot_id[33];
     char path[KVX_ENDPOINT_MAX];
     char endpoint[KVX_ENDPOINT_MAX];
@@ -238,9 +239,7 @@ struct shm_transport {
     shm_link *graveyard;
     uint32_t accepted, accepted_max;
     kvx_newcomers line; /* those that have not said HELLO yet */
-    bool accept_paused;
     bool closing;
-    uint64_t accept_retry_ms;
     uint64_t deadline_ms; /* the next one of any link or peer, 0 = none */
 };
 

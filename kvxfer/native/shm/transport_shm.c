@@ -27,14 +27,6 @@
 /* -- the listener ---------------------------------------------------------------------------------------------------
  */
 
-static void shm_accept_arm(shm_transport *shm, bool on) {
-    struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &shm->listen_fd};
-    if (shm->accept_paused == on) {
-        (void)epoll_ctl(shm->epoll_fd, EPOLL_CTL_MOD, shm->listen_fd, &event);
-        shm->accept_paused = !on;
-    }
-}
-
 static bool shm_evict(kvx_newcomer *one) {
     if (one != NULL) {
         kvx_shm_owner_end((shm_link *)((uint8_t *)one - offsetof(shm_link, newcomer)));
@@ -69,18 +61,14 @@ static void shm_accept_one(shm_transport *shm, int fd) {
 
 static void shm_accept_some(shm_transport *shm) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
-        int fd = kvx_owned(accept4(shm->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (fd >= 0) {
-            shm_accept_one(shm, fd);
-        } else if (errno != EINTR && errno != ECONNABORTED) {
-            if (errno != EAGAIN) { /* out of descriptors or memory: later, instead of again and again */
-                bool room = shm_evict(kvx_newcomers_oldest(&shm->line));
-                shm_accept_arm(shm, false);
-                shm->accept_retry_ms = kvx_now_ms() + (room ? SHM_ACCEPT_MS / 10 : SHM_ACCEPT_MS);
-                kvx_shm_deadline(shm, shm->accept_retry_ms);
+        int fd = kvx_listener_accept(&shm->listener, NULL);
+        if (fd < 0) {
+            if (errno != EAGAIN) {
+                kvx_listener_pause(&shm->listener, shm_evict(kvx_newcomers_oldest(&shm->line)));
             }
             return;
         }
+        shm_accept_one(shm, fd);
     }
 }
 
@@ -142,11 +130,6 @@ static void shm_check_deadlines(shm_transport *shm) {
     for (shm_peer *peer = shm_peers_head(shm); peer != NULL; peer = peer->next) {
         kvx_shm_peer_deadline(peer, now_ms);
     }
-    if (now_ms < shm->accept_retry_ms) {
-        kvx_shm_deadline(shm, shm->accept_retry_ms);
-    } else {
-        shm->accept_retry_ms = 0;
-    }
 }
 
 static void shm_reap(shm_transport *shm) {
@@ -157,29 +140,19 @@ static void shm_reap(shm_transport *shm) {
     }
 }
 
-static int shm_wait_ms(const shm_transport *shm, int timeout_ms) {
-    if (shm->deadline_ms == 0) {
-        return timeout_ms;
-    }
-    uint64_t now_ms = kvx_now_ms();
-    int left = shm->deadline_ms <= now_ms          ? 0
-               : shm->deadline_ms - now_ms > 60000 ? 60000
-                                                   : (int)(shm->deadline_ms - now_ms);
-    return timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
-}
-
 static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
     shm_transport *shm = transport;
     struct epoll_event events[EVENTS_MAX];
     bool woken = false;
     (void)thread;
-    int count = epoll_wait(shm->epoll_fd, events, EVENTS_MAX, shm_wait_ms(shm, timeout_ms));
+    int count = epoll_wait(shm->epoll_fd, events, EVENTS_MAX,
+                           kvx_timeout_ms(shm->deadline_ms, shm->listener.retry_ms, timeout_ms));
     for (int i = 0; i < count; i++) {
         void *what = events[i].data.ptr;
         if (what == &shm->wake_fd) {
             uint64_t value;
             woken = read(shm->wake_fd, &value, sizeof(value)) > 0;
-        } else if (what == &shm->listen_fd) {
+        } else if (what == &shm->listener) {
             shm_accept_some(shm);
         } else if ((uintptr_t)what & SHM_PROCESS) {
             kvx_shm_link_gone((shm_link *)((uint8_t *)what - SHM_PROCESS));
@@ -192,9 +165,7 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
     }
     shm_todo_run(shm);
     shm_check_deadlines(shm);
-    if (shm->accept_paused && shm->accept_retry_ms == 0) {
-        shm_accept_arm(shm, true);
-    }
+    kvx_listener_resume(&shm->listener);
     shm_reap(shm);
     return count > 0 ? count : 0;
 }
@@ -203,8 +174,8 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
  */
 
 static void shm_free(shm_transport *shm) {
-    if (shm->listen_fd >= 0) {
-        close(shm->listen_fd);
+    if (shm->listener.fd >= 0) {
+        close(shm->listener.fd);
     }
     if (shm->epoll_fd >= 0) {
         close(shm->epoll_fd);
@@ -273,22 +244,22 @@ static bool shm_socket_is_stale(const struct sockaddr_un *address) {
 static int shm_listen_open(shm_transport *shm, char *why, size_t why_size) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     strcpy(address.sun_path, shm->path);
-    shm->listen_fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (shm->listen_fd < 0) {
+    shm->listener.fd = kvx_owned(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (shm->listener.fd < 0) {
         snprintf(why, why_size, "shm: no socket: %s", strerror(errno));
         return errno == EMFILE || errno == ENFILE ? KVX_E_FDS : KVX_E_SYSTEM;
     }
-    (void)fchmod(shm->listen_fd, 0600); /* the file gets the mode of the socket: nobody can connect in between */
+    (void)fchmod(shm->listener.fd, 0600); /* the file gets the mode of the socket: nobody can connect in between */
     const struct sockaddr *any = (const struct sockaddr *)&address;
-    int bound = bind(shm->listen_fd, any, sizeof(address));
+    int bound = bind(shm->listener.fd, any, sizeof(address));
     if (bound != 0 && errno == EADDRINUSE && shm_socket_is_stale(&address) && unlink(shm->path) == 0) {
-        bound = bind(shm->listen_fd, any, sizeof(address));
+        bound = bind(shm->listener.fd, any, sizeof(address));
     }
     if (bound != 0) {
         snprintf(why, why_size, "shm: cannot listen on %s: %s", shm->path, strerror(errno));
         return KVX_E_SYSTEM;
     }
-    if (chmod(shm->path, 0600) != 0 || listen(shm->listen_fd, BACKLOG) != 0) {
+    if (chmod(shm->path, 0600) != 0 || listen(shm->listener.fd, BACKLOG) != 0) {
         snprintf(why, why_size, "shm: cannot listen on %s: %s", shm->path, strerror(errno));
         unlink(shm->path);
         return KVX_E_SYSTEM;
@@ -317,7 +288,7 @@ static int shm_open_all(shm_transport *shm, char *why, size_t why_size) {
         return KVX_E_FDS;
     }
     status = shm_listen_open(shm, why, why_size);
-    if (status == KVX_OK && (!shm_watch(shm, &shm->wake_fd) || !shm_watch(shm, &shm->listen_fd))) {
+    if (status == KVX_OK && (!shm_watch(shm, &shm->wake_fd) || !kvx_listener_watch(&shm->listener, shm->epoll_fd))) {
         snprintf(why, why_size, "shm: cannot watch descriptors: %s", strerror(errno));
         unlink(shm->path);
         return KVX_E_SYSTEM;
@@ -336,7 +307,7 @@ static int shm_open_slot(kvx_core *core, uint32_t slot, const kvx_engine_config 
     shm->slot = slot;
     shm->config = config;
     shm->counters = kvx_core_counters(core, slot);
-    shm->epoll_fd = shm->listen_fd = -1;
+    shm->epoll_fd = shm->listener.fd = -1;
     shm->page = (uint64_t)sysconf(_SC_PAGESIZE);
     kvx_random(shm->probe, sizeof(shm->probe));
     kvx_newcomers_init(&shm->line);

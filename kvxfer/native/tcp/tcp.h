@@ -19,6 +19,7 @@
 #include <sys/socket.h>
 
 #include "core/newcomers.h"
+#include "core/sockets.h"
 #include "proto/stream.h"
 #include "core/table.h"
 #include "transport.h"
@@ -38,7 +39,6 @@
 #define TCP_SEALED_BYTES     (64u << 10)  /* the same when it is sealed: one record */
 #define TCP_CHECKED_BYTES   (256u << 10) /* in one call when a checksum is made: what was moved is still in the cache */
 #define TCP_LINGER_MS       500          /* a refusing connection waits this long for the other side to read why */
-#define TCP_RETRY_ACCEPT_MS 100          /* after running out of descriptors */
 #define TCP_UNUSED_MS       10000        /* a connection without a live grant is kept for so long */
 #define TCP_DEAD_MS         10000        /* no sign of life from the other host while something is under way */
 #define TCP_BACKLOG         512
@@ -97,8 +97,7 @@ struct tcp_transport {
      * reports. So it is always the first that is over. */
     pthread_mutex_t revoke_lock;
     kvx_grant *revoke_first, *revoke_last;
-    int listen_fd;
-    uint64_t accept_retry_ms; /* when the listener is heard again, 0 = now */
+    kvx_listener listener; /* thread 0's */
     char endpoint[KVX_ENDPOINT_MAX];
     char congestion[16];
     char congestion_default[16];
@@ -337,16 +336,12 @@ struct tcp_peer {
 };
 
 /* tcp_socket.c */
-int kvx_tcp_address_parse(const char *text, struct sockaddr_storage *address_p, socklen_t *length_p);
-void kvx_tcp_address_format(const struct sockaddr_storage *address, char *text, size_t size);
 int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size);
 /* 0 or an errno; *fd_p is a socket on its way to the address. */
 int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, socklen_t length, int *fd_p);
 void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted);
-bool kvx_tcp_to_itself(int fd);
 /* Is something under way, and if so, for how long has the other host not shown any sign of life? */
 bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p);
-int kvx_tcp_error(int fd); /* SO_ERROR */
 
 /* tcp_conn.c: the life of a connection */
 tcp_conn *kvx_tcp_conn_new(tcp_transport *tcp, uint32_t role);

@@ -268,8 +268,8 @@ static bool tcp_conn_send_hello(tcp_conn *conn) {
 }
 
 static void tcp_conn_on_connected(tcp_conn *conn) {
-    int error = kvx_tcp_error(conn->fd);
-    if (error == 0 && kvx_tcp_to_itself(conn->fd)) {
+    int error = kvx_socket_error(conn->fd);
+    if (error == 0 && kvx_socket_to_itself(conn->fd)) {
         error = ECONNREFUSED; /* nobody listens; the kernel lent us the very port that we dialled */
     }
     if (error != 0) {
@@ -487,7 +487,7 @@ static ssize_t tcp_conn_receive(tcp_conn *conn, bool *full_p) {
         }
         struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};
         /* after a reset the kernel still hands out what it has queued; who reset us counts on it not reaching memory */
-        int error = bytes > 0 && conn->role == KVX_STREAM_ACCEPTOR ? kvx_tcp_error(conn->fd) : 0;
+        int error = bytes > 0 && conn->role == KVX_STREAM_ACCEPTOR ? kvx_socket_error(conn->fd) : 0;
         if (error != 0) {
             errno = error;
             return -1;
@@ -549,7 +549,7 @@ static void tcp_conn_on_event(tcp_conn *conn, uint32_t events) {
     bool broken = events & (EPOLLERR | EPOLLHUP);
     if (broken && conn->state == TCP_OPEN) {
         /* a reset: what is queued must not reach memory any more, its sender has already reported the end */
-        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, kvx_tcp_error(conn->fd), true);
+        kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, kvx_socket_error(conn->fd), true);
         return;
     }
     if (conn->state == TCP_LINGER) {

@@ -22,7 +22,7 @@ int kvx_tcp_connect(void *transport, kvx_peer *kvx) {
     if (peer == NULL) {
         return KVX_E_NOMEM;
     }
-    if (kvx_tcp_address_parse(kvx->endpoint, &peer->address, &peer->address_length) != KVX_OK) {
+    if (kvx_address_parse(kvx->endpoint, &peer->address, &peer->address_length) != KVX_OK) {
         free(peer);
         return KVX_E_INVALID;
     }

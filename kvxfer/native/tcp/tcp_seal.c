@@ -181,7 +181,7 @@ static bool tcp_seal_on_seal_error(tcp_conn *conn) {
 static bool tcp_seal_open_payload(tcp_conn *conn, const uint8_t *record, uint32_t length) {
     struct iovec vectors[TCP_VECTORS_MAX];
     uint64_t bytes = 0;
-    int error = conn->role == KVX_STREAM_ACCEPTOR ? kvx_tcp_error(conn->fd) : 0;
+    int error = conn->role == KVX_STREAM_ACCEPTOR ? kvx_socket_error(conn->fd) : 0;
     if (error != 0) { /* who reset us counts on nothing reaching memory any more */
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, error, true);
         return false;

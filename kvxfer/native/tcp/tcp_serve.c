@@ -348,7 +348,7 @@ static bool tcp_serve_finish_staged_put(tcp_conn *conn, bool right) {
     if (!conn->rx_staged || !kvx_tcp_serve_may_write(conn)) {
         return true;
     }
-    int error = right ? kvx_tcp_error(conn->fd) : 0;
+    int error = right ? kvx_socket_error(conn->fd) : 0;
     if (error != 0) { /* who reset us counts on nothing reaching the memory any more */
         kvx_tcp_conn_end(conn, KVX_E_PEER_LOST, error, true);
         return false;

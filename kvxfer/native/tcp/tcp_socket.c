@@ -1,10 +1,11 @@
-/* tcp_socket.c: addresses and socket options of the tcp transport.
+/* tcp_socket.c: sockets and their options of the tcp transport.
  *
  * Inside one host the congestion control matters most: a pacing one (bbr) slows loopback to a third. A socket that ever
  * ran bbr keeps its pacing timer, so the choice is made before a connection exists: the listener always carries the
  * congestion control for this host, and an accepted connection from elsewhere gets the system's back. */
 #include "tcp/tcp.h"
 #include "core/forks.h"
+#include "core/sockets.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -12,89 +13,9 @@
 #include <netinet/tcp.h>
 #include <stdio.h>
 #include <linux/sockios.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
-
-static bool tcp_socket_parse_port(const char *text, uint16_t *port_p) {
-    char *end;
-    if (*text < '0' || *text > '9') {
-        return false;
-    }
-    unsigned long port = strtoul(text, &end, 10);
-    if (*end != '\0' || port > 65535) {
-        return false;
-    }
-    *port_p = (uint16_t)port;
-    return true;
-}
-
-static bool tcp_socket_parse_host(const char *host, uint16_t port, struct sockaddr_storage *address_p,
-                                  socklen_t *length_p) {
-    struct sockaddr_in *v4 = (struct sockaddr_in *)address_p;
-    struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)address_p;
-    memset(address_p, 0, sizeof *address_p);
-    if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
-        v4->sin_family = AF_INET;
-        v4->sin_port = htons(port);
-        *length_p = sizeof *v4;
-        return true;
-    }
-    if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
-        v6->sin6_family = AF_INET6;
-        v6->sin6_port = htons(port);
-        *length_p = sizeof *v6;
-        return true;
-    }
-    return false;
-}
-
-int kvx_tcp_address_parse(const char *text, struct sockaddr_storage *address_p, socklen_t *length_p) {
-    char host[KVX_ENDPOINT_MAX];
-    const char *colon = strrchr(text, ':');
-    uint16_t port;
-    if (colon == NULL || !tcp_socket_parse_port(colon + 1, &port) || port == 0) {
-        return KVX_E_INVALID;
-    }
-    size_t length = (size_t)(colon - text);
-    bool bracketed = length > 2 && text[0] == '[' && text[length - 1] == ']';
-    if (bracketed) {
-        text++;
-        length -= 2;
-    }
-    if (length >= sizeof host || (memchr(text, ':', length) != NULL) != bracketed) {
-        return KVX_E_INVALID;
-    }
-    memcpy(host, text, length);
-    host[length] = '\0';
-    return tcp_socket_parse_host(host, port, address_p, length_p) ? KVX_OK : KVX_E_INVALID;
-}
-
-void kvx_tcp_address_format(const struct sockaddr_storage *address, char *text, size_t size) {
-    char host[INET6_ADDRSTRLEN];
-    if (address->ss_family == AF_INET6) {
-        const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)address;
-        inet_ntop(AF_INET6, &v6->sin6_addr, host, sizeof host);
-        snprintf(text, size, "[%s]:%u", host, ntohs(v6->sin6_port));
-    } else {
-        const struct sockaddr_in *v4 = (const struct sockaddr_in *)address;
-        inet_ntop(AF_INET, &v4->sin_addr, host, sizeof host);
-        snprintf(text, size, "%s:%u", host, ntohs(v4->sin_port));
-    }
-}
-
-/* The same address apart from the port, with v4-mapped v6 read as v4. */
-static bool tcp_socket_same_host(const struct sockaddr_storage *a, const struct sockaddr_storage *b) {
-    if (a->ss_family != b->ss_family) {
-        return false;
-    }
-    if (a->ss_family == AF_INET6) {
-        return memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr, &((const struct sockaddr_in6 *)b)->sin6_addr, 16) ==
-               0;
-    }
-    return ((const struct sockaddr_in *)a)->sin_addr.s_addr == ((const struct sockaddr_in *)b)->sin_addr.s_addr;
-}
 
 static bool tcp_socket_is_loopback(const struct sockaddr_storage *address) {
     if (address->ss_family == AF_INET6) {
@@ -117,7 +38,8 @@ static bool tcp_socket_routes_to_self(const struct sockaddr_storage *address, so
     struct sockaddr_storage local;
     socklen_t local_length = sizeof local;
     bool here = connect(fd, (const struct sockaddr *)address, length) == 0 &&
-                getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 && tcp_socket_same_host(&local, address);
+                getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
+                kvx_address_same_host(&local, address);
     close(fd);
     return here;
 }
@@ -147,7 +69,7 @@ void kvx_tcp_tune(tcp_transport *tcp, int fd, bool accepted) {
     socklen_t local_length = sizeof local, remote_length = sizeof remote;
     tcp_socket_set_common(fd);
     if (accepted && *tcp->congestion && getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
-        getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && !tcp_socket_same_host(&local, &remote) &&
+        getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && !kvx_address_same_host(&local, &remote) &&
         !tcp_socket_is_loopback(&remote)) {
         tcp_socket_set_congestion(fd, tcp->congestion_default);
     }
@@ -171,16 +93,6 @@ int kvx_tcp_dial(tcp_transport *tcp, const struct sockaddr_storage *address, soc
     return 0;
 }
 
-bool kvx_tcp_to_itself(int fd) {
-    struct sockaddr_storage local, remote;
-    socklen_t local_length = sizeof local, remote_length = sizeof remote;
-    memset(&local, 0, sizeof local);
-    memset(&remote, 0, sizeof remote);
-    return getsockname(fd, (struct sockaddr *)&local, &local_length) == 0 &&
-           getpeername(fd, (struct sockaddr *)&remote, &remote_length) == 0 && local_length == remote_length &&
-           memcmp(&local, &remote, local_length) == 0;
-}
-
 bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p) {
     struct tcp_info info;
     socklen_t length = sizeof info;
@@ -193,15 +105,6 @@ bool kvx_tcp_silence(int fd, uint32_t *silent_ms_p) {
     *silent_ms_p =
         info.tcpi_last_ack_recv < info.tcpi_last_data_recv ? info.tcpi_last_ack_recv : info.tcpi_last_data_recv;
     return unsent > 0;
-}
-
-int kvx_tcp_error(int fd) {
-    int error = 0;
-    socklen_t length = sizeof error;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) {
-        return errno;
-    }
-    return error;
 }
 
 int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
@@ -217,7 +120,7 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
         text++;
     }
     if (tcp->config->tcp_port > 65535 ||
-        !tcp_socket_parse_host(text, (uint16_t)tcp->config->tcp_port, &address, &length)) {
+        !kvx_address_parse_host(text, (uint16_t)tcp->config->tcp_port, &address, &length)) {
         snprintf(why, why_size, "tcp cannot listen on \"%s\" port %u: not a numeric IPv4 or IPv6 address and port",
                  bind_text, tcp->config->tcp_port);
         return KVX_E_INVALID;
@@ -248,7 +151,7 @@ int kvx_tcp_listen(tcp_transport *tcp, char *why, size_t why_size) {
     }
     length = sizeof address;
     (void)getsockname(fd, (struct sockaddr *)&address, &length);
-    kvx_tcp_address_format(&address, tcp->endpoint, sizeof tcp->endpoint);
-    tcp->listen_fd = fd;
+    kvx_address_format(&address, tcp->endpoint, sizeof tcp->endpoint);
+    tcp->listener.fd = fd;
     return KVX_OK;
 }

@@ -201,29 +201,13 @@ static void tcp_progress_lists(tcp_thread *thread) {
 
 /* -- the listener, on thread 0 ---------------------------------------------------------------------------------- */
 
-static void tcp_listen_arm(tcp_transport *tcp, bool on) {
-    struct epoll_event event = {.events = on ? EPOLLIN : 0, .data.ptr = &tcp->listen_fd};
-    (void)epoll_ctl(tcp->thread[0].epoll_fd, EPOLL_CTL_MOD, tcp->listen_fd, &event);
-}
-
-/* Out of descriptors or memory: later, instead of spinning; sooner when somebody leaves for it. */
-static void tcp_accept_later(tcp_transport *tcp) {
-    bool room = kvx_tcp_admit_room(tcp);
-    tcp_listen_arm(tcp, false);
-    tcp->accept_retry_ms = kvx_now_ms() + (room ? TCP_RETRY_ACCEPT_MS / 10 : TCP_RETRY_ACCEPT_MS);
-}
-
 static void tcp_accept_some(tcp_transport *tcp) {
     for (int i = 0; i < ACCEPTS_MAX; i++) {
         struct sockaddr_storage from = {0};
-        socklen_t length = sizeof from;
-        int fd = kvx_owned(accept4(tcp->listen_fd, (struct sockaddr *)&from, &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) {
-            continue;
-        }
+        int fd = kvx_listener_accept(&tcp->listener, &from);
         if (fd < 0) {
             if (errno != EAGAIN) {
-                tcp_accept_later(tcp);
+                kvx_listener_pause(&tcp->listener, kvx_tcp_admit_room(tcp));
             }
             return;
         }
@@ -238,14 +222,6 @@ static void tcp_accept_some(tcp_transport *tcp) {
         kvx_tcp_admit(conn, &from); /* first: once its thread knows it, it may end at any time */
         kvx_tcp_inbox(conn);
     }
-}
-
-static void tcp_accept_again(tcp_transport *tcp, uint64_t now_ms) {
-    if (tcp->accept_retry_ms == 0 || now_ms < tcp->accept_retry_ms) {
-        return;
-    }
-    tcp->accept_retry_ms = 0;
-    tcp_listen_arm(tcp, true);
 }
 
 /* -- progress --------------------------------------------------------------------------------------------------- */
@@ -298,20 +274,6 @@ static void tcp_reap(tcp_thread *thread) {
     }
 }
 
-static int tcp_wait_ms(const tcp_thread *thread, int timeout_ms) {
-    const tcp_transport *tcp = thread->tcp;
-    uint64_t until = thread->deadline_ms;
-    if (thread->index == 0 && tcp->accept_retry_ms != 0 && (until == 0 || tcp->accept_retry_ms < until)) {
-        until = tcp->accept_retry_ms;
-    }
-    if (until == 0) {
-        return timeout_ms;
-    }
-    uint64_t now_ms = kvx_now_ms();
-    int left = until <= now_ms ? 0 : until - now_ms > 60000 ? 60000 : (int)(until - now_ms);
-    return timeout_ms < 0 || left < timeout_ms ? left : timeout_ms;
-}
-
 /* A request was served just now: the next one may be on its way. */
 static int tcp_busy_poll(tcp_thread *thread, struct epoll_event *events) {
     int count;
@@ -334,7 +296,9 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
         count = tcp_busy_poll(thread, events);
     }
     if (count == 0) {
-        count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX, tcp_wait_ms(thread, timeout_ms));
+        uint64_t accepts_ms = index == 0 ? tcp->listener.retry_ms : 0;
+        count = epoll_wait(thread->epoll_fd, events, EVENTS_MAX,
+                           kvx_timeout_ms(thread->deadline_ms, accepts_ms, timeout_ms));
     }
     uint64_t value;
     bool woken = false, served = false;
@@ -344,7 +308,7 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
             woken = read(thread->wake_fd, &value, sizeof value) > 0;
         } else if (what == &thread->kick_fd) {
             (void)!read(thread->kick_fd, &value, sizeof value);
-        } else if (what == &tcp->listen_fd) {
+        } else if (what == &tcp->listener) {
             tcp_accept_some(tcp);
         } else {
             served |= ((tcp_conn *)what)->role == KVX_STREAM_ACCEPTOR;
@@ -358,11 +322,10 @@ static int tcp_progress(void *transport, uint32_t index, int timeout_ms) {
     if (woken) {
         tcp_poll_all(thread);
     }
-    uint64_t now_ms = kvx_now_ms();
-    tcp_check_deadlines(thread, now_ms);
+    tcp_check_deadlines(thread, kvx_now_ms());
     tcp_reap(thread);
     if (index == 0) {
-        tcp_accept_again(tcp, now_ms);
+        kvx_listener_resume(&tcp->listener);
     }
     return count > 0 ? count : 0;
 }
@@ -380,8 +343,8 @@ static void tcp_threads_free(tcp_transport *tcp) {
         }
         pthread_mutex_destroy(&thread->lock);
     }
-    if (tcp->listen_fd >= 0) {
-        close(tcp->listen_fd);
+    if (tcp->listener.fd >= 0) {
+        close(tcp->listener.fd);
     }
     pthread_mutex_destroy(&tcp->lock);
     kvx_tcp_admit_free(tcp);
@@ -402,7 +365,7 @@ static bool tcp_thread_open(tcp_transport *tcp, uint32_t index) {
     return thread->epoll_fd >= 0 && thread->kick_fd >= 0 && thread->wake_fd >= 0 &&
            tcp_watch(thread->epoll_fd, thread->kick_fd, &thread->kick_fd) &&
            tcp_watch(thread->epoll_fd, thread->wake_fd, &thread->wake_fd) &&
-           (index != 0 || tcp_watch(thread->epoll_fd, tcp->listen_fd, &tcp->listen_fd));
+           (index != 0 || kvx_listener_watch(&tcp->listener, thread->epoll_fd));
 }
 
 static uint32_t tcp_clamp(uint32_t value, uint32_t least, uint32_t most) {
@@ -436,7 +399,7 @@ static int tcp_open(kvx_core *core, uint32_t slot, const kvx_engine_config *conf
     tcp->streams = tcp_clamp(config->tcp_streams, 1, KVX_STREAM_STREAMS_MAX);
     tcp->threads = tcp_clamp(config->tcp_threads, 1, TCP_THREADS_MAX);
     tcp->encrypted = config->flags & KVX_ENGINE_ENCRYPT;
-    tcp->listen_fd = -1;
+    tcp->listener.fd = -1;
     snprintf(tcp->congestion, sizeof tcp->congestion, "%s", config->tcp_congestion ? config->tcp_congestion : "");
     pthread_mutex_init(&tcp->lock, NULL);
     kvx_tcp_admit_init(tcp);

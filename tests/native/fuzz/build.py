@@ -47,9 +47,20 @@ class Target:
 
 
 STREAM = ("stream.c", "auth.c", "copy.c")
-TCP = (*STREAM, "vault.c", "table.c", "transport_tcp.c", "tcp_*.c", "seal.c", "libcrypto.c", "forks.c", "newcomers.c")
-SHM = ("vault.c", "auth.c", "copy.c", "forks.c", "newcomers.c", "table.c", "transport_shm.c", "shm_*.c")
-HIXL = (*STREAM, "vault.c", "forks.c", "newcomers.c", "table.c", "tcp_socket.c", "transport_hixl.c", "hixl_*.c")
+TCP = (
+    *STREAM,
+    "vault.c",
+    "table.c",
+    "transport_tcp.c",
+    "tcp_*.c",
+    "seal.c",
+    "libcrypto.c",
+    "forks.c",
+    "newcomers.c",
+    "sockets.c",
+)
+SHM = ("vault.c", "auth.c", "copy.c", "forks.c", "newcomers.c", "sockets.c", "table.c", "transport_shm.c", "shm_*.c")
+HIXL = (*STREAM, "vault.c", "forks.c", "newcomers.c", "sockets.c", "table.c", "transport_hixl.c", "hixl_*.c")
 TARGETS = {
     target.name: target
     for target in (

@@ -13,7 +13,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "ascend/ascend.h"
 #include "fuzz.h"
 #define FUZZ_DIALS
 #define FUZZ_OWNS
@@ -21,6 +20,7 @@
 #include "fuzz_core.h"
 #include "fuzz_dials.h"
 #include "fuzz_frames.h"
+#include "fuzz_tcp.h"
 #include "proto/stream.h"
 
 #define STREAMS   2
@@ -28,23 +28,12 @@
 #define ASKED_MAX 64
 #define OUT_MAX   (KVX_STREAM_HEAD_MAX + FRAME + KVX_STREAM_TRAILER_BYTES)
 
-/* -- there are no cards; the owner thread is this one ------------------------------------------------------------- */
+/* -- the owner thread is this one ------------------------------------------------------------- */
 
 static int owner_set;
 static bool submitting;
 static void (*owner_turn)(void *transport);
 
-int kvx_access_begin_any(kvx_core *core, uint64_t id, uint64_t generation, kvx_access *access) {
-    return kvx_access_begin(core, id, generation, access);
-}
-const kvx_ascend_api *kvx_ascend_get(char *why, size_t why_size) {
-    (void)why, (void)why_size;
-    return NULL;
-}
-void kvx_arena_abandon(kvx_core *core, uint64_t id) {
-    (void)core, (void)id;
-    abort();
-}
 int kvx_core_owner_set(kvx_core *core, uint32_t slot, void (*turn)(void *transport), void *transport) {
     (void)core, (void)slot, (void)transport;
     owner_turn = turn;

@@ -15,28 +15,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "ascend/ascend.h"
 #include "fuzz.h"
 #include "fuzz_core.h"
 #include "fuzz_frames.h"
+#include "fuzz_tcp.h"
 #include "proto/stream.h"
 #ifdef SEALED
 #include "proto/seal.h"
 #endif
-
-/* -- there are no cards ------------------------------------------------------------------------------------------ */
-
-int kvx_access_begin_any(kvx_core *core, uint64_t id, uint64_t generation, kvx_access *access) {
-    return kvx_access_begin(core, id, generation, access);
-}
-const kvx_ascend_api *kvx_ascend_get(char *why, size_t why_size) {
-    (void)why, (void)why_size;
-    return NULL;
-}
-void kvx_arena_abandon(kvx_core *core, uint64_t id) {
-    (void)core, (void)id;
-    abort();
-}
 
 /* -- the dialler ------------------------------------------------------------------------------------------------ */
 

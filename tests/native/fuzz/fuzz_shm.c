@@ -16,7 +16,7 @@
 
 #include "fuzz.h"
 #include "fuzz_core.h"
-#include "shm/shm.h"
+#include "fuzz_shm.h"
 
 #define HANDLES 6
 
@@ -41,10 +41,6 @@ void kvx_core_job_post(kvx_core *core, kvx_job *job) {
     job->run(job);
 }
 
-bool kvx_core_job_yields(kvx_core *core, uint32_t rank) {
-    (void)core;
-    return rank != 0;
-}
 void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread) {
     (void)core, (void)slot, (void)thread;
 }
@@ -56,19 +52,6 @@ void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length)
     (void)core, (void)import, (void)base, (void)length;
     abort();
 }
-int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
-    (void)target, (void)source, (void)length, (void)nt_bytes_min, (void)raw_p;
-    abort();
-}
-int kvx_place_crc32c(kvx_place place, uint64_t length, uint32_t *crc_p) {
-    (void)place, (void)length, (void)crc_p;
-    abort();
-}
-int kvx_place_flip(kvx_place place) {
-    (void)place;
-    abort();
-}
-
 /* -- the initiator ---------------------------------------------------------------------------------------------- */
 
 static uint64_t take(initiator *i, size_t width) {

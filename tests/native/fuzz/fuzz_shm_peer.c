@@ -19,7 +19,7 @@
 #define LENGTH 65536
 #include "fuzz_core.h"
 #include "fuzz_dials.h"
-#include "shm/shm.h"
+#include "fuzz_shm.h"
 
 #define ASKED_MAX 64
 #define FILES     5
@@ -51,10 +51,6 @@ void kvx_core_job_post(kvx_core *core, kvx_job *job) {
     jobs_last = &job->next;
 }
 
-bool kvx_core_job_yields(kvx_core *core, uint32_t rank) {
-    (void)core;
-    return rank != 0;
-}
 void kvx_core_wake(kvx_core *core, uint32_t slot, uint32_t thread) {
     (void)core, (void)slot, (void)thread;
     (void)!write(wake_fd, &(uint64_t){1}, 8);
@@ -66,19 +62,6 @@ void kvx_view_drop(kvx_core *core, uint64_t import, void *base, uint64_t length)
     (void)core, (void)import;
     FUZZ_CHECK(munmap(base, length) == 0);
 }
-int kvx_move(kvx_place target, kvx_place source, uint64_t length, uint64_t nt_bytes_min, uint32_t *raw_p) {
-    (void)target, (void)source, (void)length, (void)nt_bytes_min, (void)raw_p;
-    abort(); /* of devices only */
-}
-int kvx_place_crc32c(kvx_place place, uint64_t length, uint32_t *crc_p) {
-    (void)place, (void)length, (void)crc_p;
-    abort();
-}
-int kvx_place_flip(kvx_place place) {
-    (void)place;
-    abort();
-}
-
 static void progress(int times) {
     for (int i = 0; i < times; i++) {
         dials_ops->progress(dials_transport, 0, 0);
