@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,16 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvxfer.errors import UsageError
 from kvxfer.geometry import fingerprint_of
 from kvxfer.integrations.vllm import drift
-from kvxfer.integrations.vllm.caches import Cache, Shape
+from kvxfer.integrations.vllm.caches import Caches
 from kvxfer.integrations.vllm.ledger import Engine
 from kvxfer.integrations.vllm.metrics import KvxferMetrics, KvxferStats
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import FORMAT, Rank
 from kvxfer.integrations.vllm.scheduler import Scheduler
 from kvxfer.integrations.vllm.settings import LAYERWISE, Settings
-from kvxfer.integrations.vllm.worker import Worker, channel_of, layer_names
+from kvxfer.integrations.vllm.worker import Worker, channel_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,6 +73,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.of(transfer.kv_connector_extra_config or {})
         self._groups = drift.transfer_groups(kv_cache_config)
         drift.require_failures_can_be_told(len(self._groups))
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1:
+            raise UsageError(
+                "stages of a pipeline are not served", field="pipeline_parallel_size", value=stages, limit=1
+            )
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -158,25 +163,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        groups = [self._kv_cache_config.kv_cache_groups[group] for group in self._groups]
-        names = layer_names([group.layer_names for group in groups], kv_caches)
-        fingerprint = fingerprint_of(**self._model()) if self._settings.enforce_handshake_compat else ""
-        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
-        caches = []
-        for group, found in zip(groups, names, strict=True):
-            spec = group.kv_cache_spec
-            backend = get_current_attn_backends(self._vllm_config, found)[0]
-            total = max(model.get_total_num_kv_heads(), spec.num_kv_heads)
-            rank = parallel.rank % parallel.tensor_parallel_size
-            shape = Shape(
-                kv_heads_total=total,
-                head_start=rank * total // parallel.tensor_parallel_size,
-                head_size=spec.head_size,
-                block_tokens=spec.block_size,
-                fingerprint=fingerprint,
-                backend=backend.get_name(),
-            )
-            caches.append(Cache(names=tuple(found), tensors=tuple(kv_caches[name] for name in found), shape=shape))
+        parallel = self._vllm_config.parallel_config
+        caches = Caches.of(
+            kv_caches,
+            self._kv_cache_config,
+            self._groups,
+            backend=drift.backends(self._vllm_config, kv_caches),
+            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_size=parallel.tensor_parallel_size,
+            kv_heads_total=self._vllm_config.model_config.get_total_num_kv_heads(),
+            fingerprint=fingerprint_of(**self._model()) if self._settings.enforce_handshake_compat else "",
+        )
         self._moving.start(caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

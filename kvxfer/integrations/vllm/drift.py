@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import vllm
@@ -47,3 +48,14 @@ def hit_source() -> Any:
     except ImportError:
         return None
     return CacheHitSource.P2P
+
+
+def backends(vllm_config: Any, names: Iterable[str]) -> dict[str, str]:
+    """How each layer's attention arranges its blocks: the backend's name, and for the CPU the instructions it uses."""
+    found = {}
+    for name in names:
+        layer = vllm_config.compilation_config.static_forward_context[name]
+        word = layer.get_attn_backend().get_name()
+        instructions = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+        found[name] = f"{word}:{instructions}" if instructions else word
+    return found

@@ -23,7 +23,7 @@ from typing import Any
 from kvxfer.client import Client
 from kvxfer.errors import (
     DaemonUnavailable,
-    InternalError,
+    GeometryMismatch,
     KvxferError,
     LeaseExpired,
     RegionBusy,
@@ -32,6 +32,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.geometry import BlockTable
+from kvxfer.integrations.vllm.caches import Part
 from kvxfer.integrations.vllm.orders import Orders, Receive, Send, Stream, Table
 from kvxfer.integrations.vllm.params import Rank, Remote, addresses
 from kvxfer.integrations.vllm.results import RECEIVED, SENT, Moved, Results
@@ -81,7 +82,7 @@ class Transfers:
         self,
         client: Client,
         settings: Settings,
-        caches: Sequence[KVCache],
+        parts: Sequence[Part],
         *,
         channel: str,
         rank: int,
@@ -89,7 +90,10 @@ class Transfers:
     ) -> None:
         self._client = client
         self._settings = settings
-        self._caches = tuple(caches)
+        self._parts = tuple(parts)
+        self._places = {
+            name: (number, layer) for number, part in enumerate(parts) for layer, name in enumerate(part.layers)
+        }
         self._channel = channel
         self._rank = rank
         self._results = results
@@ -152,8 +156,11 @@ class Transfers:
         if tasks:
             await asyncio.wait(tasks)
 
-    def layer_ready(self, group: int, layer: int) -> None:
-        """The step that runs has written this layer of a group, for every request that it computes."""
+    def layer_ready(self, name: str) -> None:
+        """The step that runs has written this layer, for every request that it computes."""
+        if name not in self._places:
+            return
+        group, layer = self._places[name]
         for stream in self._streams.values():
             stream.ready.put_nowait((group, layer))
 
@@ -197,12 +204,13 @@ class Transfers:
         self._results.sent(request_id)
 
     async def _publish(self, request_id: str, send: Send, kept: Kept) -> None:
-        publications = []
+        publications, tickets = [], [""] * len(self._parts)
         async with AsyncExitStack() as stack:
-            for group, cache, table in self._parts(send.tables):
+            for group, cache, table in self._shares(send.tables):
                 made = self._client.publish(f"{request_id}/{group}", cache, table, lease_s=self._settings.lease_s)
                 publications.append(await stack.enter_async_context(made))
-            kept.tickets.set_result([one.to_json() for one in publications])
+                tickets[group] = made.to_json()
+            kept.tickets.set_result(tickets)
         for one in publications:
             if one.outcome == "expired":
                 raise LeaseExpired(f"nobody fetched {request_id}")
@@ -215,7 +223,7 @@ class Transfers:
                 offers = await kept.offers
         except TimeoutError:
             raise LeaseExpired("nobody said where the blocks are wanted") from None
-        parts = list(self._parts(send.tables))
+        parts = list(self._shares(send.tables))
         if len(offers) != len(parts):
             raise UsageError("as many offers as groups of layers are needed", value=len(offers), limit=len(parts))
         for ticket, (_, cache, table) in zip(offers, parts, strict=True):
@@ -229,7 +237,7 @@ class Transfers:
             async with AsyncExitStack() as stack:
                 pushes: dict[int, list[Any]] = {}
                 for rank in self._ranks_in_common(meeting.ranks):
-                    for group, cache, table in self._parts(stream.tables):
+                    for group, cache, table in self._shares(stream.tables):
                         push = self._client.push(
                             f"{meeting.transfer_id}/{rank}/{group}",
                             to=meeting.node,
@@ -239,7 +247,7 @@ class Transfers:
                             timeout=limit,
                         )
                         pushes.setdefault(group, []).append(await stack.enter_async_context(push))
-                for _ in range(sum(self._caches[group].layout.geometry.layers for group in pushes)):
+                for _ in range(sum(self._parts[group].cache.layout.geometry.layers for group in pushes)):
                     group, layer = await self._next_layer(streaming, pushes)
                     for push in pushes[group]:
                         await push.layer(layer)
@@ -262,7 +270,7 @@ class Transfers:
 
     def _ranks_in_common(self, ranks: int) -> range:
         """The decode workers that hold heads which this worker has, when they share the heads evenly."""
-        geometry = self._caches[0].layout.geometry
+        geometry = self._parts[0].cache.layout.geometry
         held, total = geometry.head_numbers, geometry.kv_heads_total
         return range(held.start * ranks // total, (held.stop * ranks - 1) // total + 1)
 
@@ -296,7 +304,7 @@ class Transfers:
         elif task.exception() is None and task.result():
             self._results.received(request_id)
             return
-        self._report_when_quiet(request_id, list(self._parts(receive.tables)))
+        self._report_when_quiet(request_id, list(self._shares(receive.tables)))
         if receive.remote is not None and not self._client.closed:
             self._tasks.spawn(self._give_up(receive.remote, found.tickets), f"give up {request_id}")
 
@@ -314,8 +322,12 @@ class Transfers:
         for rank in remote.ranks:
             await self._require_alive(rank)
             tickets.append(await self._ask_for_tickets(rank, remote.request_id))
-        for group, cache, table in self._parts(receive.tables):
-            found = [several[group] for several in tickets]
+        for group, cache, table in self._shares(receive.tables):
+            found = [several[group] for several in tickets if several[group]]
+            if not found:
+                raise GeometryMismatch(
+                    "prefill holds nothing of some layers that are wanted", field="cache", value=group
+                )
             pulled = await self._client.pull(found, cache, table, timeout=self._settings.timeout_s)
             size += pulled.bytes
         return size
@@ -323,7 +335,7 @@ class Transfers:
     async def _give_up(self, remote: Remote, tickets: Sequence[Sequence[str]]) -> None:
         """Prefill must not keep the blocks until its lease ends."""
         for several in tickets:
-            for ticket in several:
+            for ticket in filter(None, several):
                 await self._said(self._client.release(ticket, timeout=MAIL_S), f"release {remote.request_id}")
         await self._drop(remote)
 
@@ -336,7 +348,7 @@ class Transfers:
         await self._tell(rank, do="tickets", request=request_id, node=list(self._client.addresses), reply=reply)
         answer = json.loads(await self._client.recv(reply, timeout=self._settings.timeout_s))
         found = answer.get("tickets") if isinstance(answer, dict) else None
-        groups = len(self._caches)
+        groups = len(self._parts)
         if not isinstance(found, list) or len(found) != groups or not all(isinstance(one, str) for one in found):
             raise UsageError("prefill answered with other tickets than one for each group of layers", limit=groups)
         return found
@@ -345,7 +357,7 @@ class Transfers:
         """Offer the blocks, tell prefill of it unless it knows, and wait until they are filled."""
         limit, landings = self._settings.timeout_s, []
         async with AsyncExitStack() as stack:
-            for group, cache, table in self._parts(receive.tables):
+            for group, cache, table in self._shares(receive.tables):
                 landing = self._client.offer(
                     f"{name}/{group}",
                     cache,
@@ -477,21 +489,14 @@ class Transfers:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _parts(self, tables: Sequence[Table]) -> list[tuple[int, KVCache, BlockTable]]:
-        """Each group's number, cache and table."""
-        if len(tables) != len(self._caches):
-            raise InternalError(f"{len(tables)} tables for {len(self._caches)} groups of layers")
-        return [
-            (group, cache, BlockTable.of(table.blocks, table.tokens, table.first, first_slot=table.slot))
-            for group, (cache, table) in enumerate(zip(self._caches, tables, strict=True))
-        ]
+    def _shares(self, tables: Sequence[Table]) -> list[tuple[int, KVCache, BlockTable]]:
+        """What an order is about, in each cache that holds some of it: the cache's number, itself, and the table."""
+        found = [(number, part.cache, part.table(tables)) for number, part in enumerate(self._parts)]
+        return [share for share in found if share[2].tokens]
 
     def _bytes(self, tables: Sequence[Table]) -> int:
-        geometries = (cache.layout.geometry for cache in self._caches)
-        return sum(
-            table.tokens * geometry.bytes_per_token * geometry.layers
-            for geometry, table in zip(geometries, tables, strict=True)
-        )
+        geometries = ((cache.layout.geometry, table.tokens) for _, cache, table in self._shares(tables))
+        return sum(tokens * geometry.bytes_per_token * geometry.layers for geometry, tokens in geometries)
 
     def _failed(self, what: str, request_id: str, error: KvxferError) -> None:
         logger.warning("%s of request %s failed: %s: %s", what, request_id, error.code, error)

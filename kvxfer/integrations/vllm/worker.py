@@ -11,14 +11,14 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from kvxfer.client import Client
 from kvxfer.config import load
 from kvxfer.errors import DaemonUnavailable, KvxferError
-from kvxfer.integrations.vllm.caches import Cache, build, move_home
+from kvxfer.integrations.vllm.caches import Caches
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import Rank
 from kvxfer.integrations.vllm.results import Batch, Results
@@ -41,8 +41,7 @@ class Worker:
         self._channel = channel
         self._rank = rank
         self._results = Results()
-        self._caches: Sequence[Cache] = ()
-        self._place: dict[str, tuple[int, int]] = {}  # layer's name: group, number in it
+        self._caches: Caches | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
         self._known = threading.Event()
@@ -54,12 +53,9 @@ class Worker:
         self._streams: set[str] = set()  # of which the engine has not said that they are over
         self._sent_early: set[str] = set()  # streams that ended before that
 
-    def start(self, caches: Sequence[Cache]) -> None:
+    def start(self, caches: Caches) -> None:
         """Reach the daemon and make these caches known to it; without a daemon, go on looking for it."""
         self._caches = caches
-        self._place = {
-            name: (group, number) for group, cache in enumerate(caches) for number, name in enumerate(cache.names)
-        }
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvxfer")
         self._thread.start()
         if not self._known.wait(START_S):
@@ -94,11 +90,10 @@ class Worker:
         settings = self._settings
         socket = settings.socket or None
         async with Client(socket, config=load(flags=settings.options).config, name=self._channel) as client:
-            if settings.own_memory:
-                await move_home(client, self._caches)
-            caches = [await build(client, cache) for cache in self._caches]
+            assert self._caches is not None
+            parts = await self._caches.open(client, own_memory=settings.own_memory)
             transfers = Transfers(
-                client, settings, caches, channel=self._channel, rank=self._rank, results=self._results
+                client, settings, parts, channel=self._channel, rank=self._rank, results=self._results
             )
             await transfers.start()
             self._transfers = transfers
@@ -162,8 +157,8 @@ class Worker:
 
     def layer_ready(self, name: str) -> None:
         """This layer of the step that runs is computed."""
-        if self._streaming and self._transfers is not None and name in self._place:
-            self._call(self._transfers.layer_ready, *self._place[name])
+        if self._streaming and self._transfers is not None:
+            self._call(self._transfers.layer_ready, name)
 
     def finished(self, request_ids: set[str]) -> Batch:
         """These requests are over in the engine; what has ended here since the last step."""
@@ -193,8 +188,3 @@ class Worker:
 def channel_of(engine_id: str, rank: int) -> str:
     """The mailbox of one worker."""
     return f"vllm/{engine_id}/{rank}"
-
-
-def layer_names(groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> list[list[str]]:
-    """The layers of each group that have a cache here, in the group's order."""
-    return [[name for name in names if name in tensors] for names in groups]

@@ -221,6 +221,8 @@ class Pair:
     decode: EngineProcess
     nodes: dict[str, Node]
     references: dict[tuple[Any, ...], list[list[int]]] = field(default_factory=dict)
+    mode: str = "pull"
+    exact: bool = True
 
     def reference(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
         """What the decode engine says alone, without any transfer."""

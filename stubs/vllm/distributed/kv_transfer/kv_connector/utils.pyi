@@ -1,3 +1,0 @@
-from typing import Any
-
-def get_current_attn_backends(vllm_config: Any, layer_names: list[str] | None = None) -> list[Any]: ...
