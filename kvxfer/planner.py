@@ -93,6 +93,9 @@ class _StridePair:
     skipped: tuple[int, int]
 
 
+_PlacedPair = tuple[PlacedParts, PlacedParts, _StridePair]
+
+
 class Plan:
     """What `plan` found out; `layer` writes out the segments of one layer when it is asked for.
 
@@ -114,6 +117,7 @@ class Plan:
         self._pieces = pieces
         self._kept: dict[_StridePair, Ints] = {}
         self._counts: dict[_StridePair, int] = {}
+        self._found: tuple[int, list[_PlacedPair]] = (-1, [])  # the last answer of `_pairs`, which is asked twice
         self.box = box
         self.complete = complete
         self.first_token = box.tokens.start
@@ -154,8 +158,15 @@ class Plan:
             return 0
         return sum(self._count(pair) for _, _, pair in self._pairs(number))
 
-    def _pairs(self, number: int) -> Iterator[tuple[PlacedParts, PlacedParts, _StridePair]]:
+    def _pairs(self, number: int) -> list[_PlacedPair]:
         """The kv parts of a layer that lie together on both sides."""
+        asked, pairs = self._found
+        if asked != number:
+            pairs = list(self._find_pairs(number))
+            self._found = (number, pairs)
+        return pairs
+
+    def _find_pairs(self, number: int) -> Iterator[_PlacedPair]:
         ours = self._source.placed(number - self._source.geometry.first_layer)
         theirs = self._target.placed(number - self._target.geometry.first_layer)
         for source, target in product(ours, theirs):
@@ -166,11 +177,12 @@ class Plan:
                 yield source, target, _StridePair(source.strides, target.strides, parts, skipped)
 
     def _count(self, pair: _StridePair) -> int:
-        if pair not in self._counts:
+        kept = self._counts.get(pair)
+        if kept is None:
             if len(self._counts) >= STRIDE_PAIRS_KEPT_MAX:
                 self._counts.pop(next(iter(self._counts)), None)
-            self._counts[pair] = sum(group.count for group in self._groups(pair))
-        return self._counts[pair]
+            kept = self._counts[pair] = sum(group.count for group in self._groups(pair))
+        return kept
 
     def _segments(self, pair: _StridePair) -> Ints:
         """`_written` of this pair, kept for the next layer."""

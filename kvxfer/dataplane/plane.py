@@ -20,7 +20,7 @@ from kvxfer.config import Config
 from kvxfer.dataplane.admission import Admission, Obstacle, Permit, SubmitQueue, rank_of
 from kvxfer.dataplane.connections import Choice, Import, Reach, stale
 from kvxfer.dataplane.exports import OwnMemory, Unexpected
-from kvxfer.dataplane.transfer import StallWatch, Transfer
+from kvxfer.dataplane.transfer import StallWatch, Transfer, TransferGroup
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     BusyError,
@@ -58,25 +58,33 @@ class WorkRequest:
     notify: tuple[int, int] | None = None
     check: bool = False
     number: int | None = None  # among the several parts of a transfer: named in errors
+    moves: int | None = None  # bytes of the segments, where they are known
 
     @property
     def size(self) -> int:
         """Bytes to move."""
         if self.span is not None:
             return self.span[2]
-        return 0 if self.segments is None else int(self.segments[:, 2].sum())
+        if self.moves is None:
+            self.moves = 0 if self.segments is None else int(self.segments[:, 2].sum())
+        return self.moves
 
 
 @dataclass(slots=True, eq=False)
 class PendingWork:
     """A part on its way into the engine: the import that it uses, and its place in the peer's window (if any)."""
 
+    plane: DataPlane
     transfer: Transfer
     part: WorkRequest
     ready: Import
     permit: Permit | None = None
     lost: KvxferError | None = None  # the connection of its first attempt ended before anything had moved
     rank: int = 0  # set before it waits anywhere, see `admission.rank_of`
+
+    def __call__(self, event: Event) -> None:
+        """The engine has completed it."""
+        self.plane.completed(self, event)
 
 
 def may_repeat(part: WorkRequest, error: KvxferError, unsent: bool) -> bool:
@@ -164,11 +172,21 @@ class DataPlane:
 
     # -- transfers --------------------------------------------------------------------------------------
 
+    def group(self, timeout: float) -> TransferGroup:
+        """For transfers of one request, which are over ``timeout`` seconds from now."""
+        return TransferGroup(self.stalls, self._progress, timeout)
+
     def start(
-        self, parts: Sequence[WorkRequest], *, timeout: float, peer: str, priority: int = Priority.NORMAL
+        self,
+        parts: Sequence[WorkRequest],
+        *,
+        timeout: float,
+        peer: str,
+        priority: int = Priority.NORMAL,
+        group: TransferGroup | None = None,
     ) -> Transfer:
         """Begin a transfer of one or more parts. Errors of the call itself raise; all others are the transfer's
-        outcome.
+        outcome. One of a ``group`` has the deadline of the group.
         """
         if self._closing:
             raise ClosedError("the data plane is closed")
@@ -181,14 +199,18 @@ class DataPlane:
             descriptor = part.descriptor
             ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
             if ready is not None and (ready.route.info.same_host or not self._is_quiet(ready.route)):
-                self._admit(PendingWork(transfer, part, ready))
+                self._admit(PendingWork(self, transfer, part, ready))
             else:
                 self._resolve_first(transfer, part)
         if not transfer.settled:
-            transfer.arm(timeout, asyncio.get_running_loop())
             self._pin(transfer, parts)
-            self.stalls.begin(transfer, partial(self._progress, transfer))
-            transfer.on_settled(self.stalls.end)
+            if group is None:
+                transfer.arm(timeout, asyncio.get_running_loop())
+                self.stalls.begin(transfer, partial(self._progress, transfer))
+                transfer.on_settled(self.stalls.end)
+            else:
+                group.add(transfer)
+                transfer.on_settled(group.remove)
         return transfer
 
     async def prepare(
@@ -281,7 +303,7 @@ class DataPlane:
             says_less = lost is not None and isinstance(error, PeerUnreachable | PeerLost)
             transfer.part_ended(None, 0, lost if says_less else error)
         else:
-            self._admit(PendingWork(transfer, part, ready, lost=lost))
+            self._admit(PendingWork(self, transfer, part, ready, lost=lost))
 
     async def _resolve(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None, check: bool = False, mapped: bool = False
@@ -341,10 +363,13 @@ class DataPlane:
                     part.notify,
                     part.check,
                     transfer.priority,
+                    work,
                 )
             else:
                 result = self.engine.submit(
-                    part.kind, part.region, ready.handle, part.segments, part.notify, part.check, transfer.priority
+                    *(part.kind, part.region, ready.handle, part.segments, part.notify, part.check),
+                    priority=transfer.priority,
+                    then=work,
                 )
         except BusyError:
             self._wait_for_room(work)
@@ -361,13 +386,15 @@ class DataPlane:
         if isinstance(result, Event):
             self._finish(work, None, result)
             return
-        token, _ = result
         ready.users += 1
-        self.engine.call_back(token, partial(self._completed, work))
-        transfer.add_token(token)
+        transfer.add_token(result[0])
 
-    def _completed(self, work: PendingWork, event: Event) -> None:
-        self._unuse(work.ready)
+    def completed(self, work: PendingWork, event: Event) -> None:
+        """What the engine says of work that it took."""
+        ready = work.ready
+        if event.status == 0 and not ready.route.info.same_host:  # those are never asked
+            ready.route.heard = self._now()
+        self._unuse(ready)
         self._finish(work, event.token, event)
         self._line.retry(self._resubmit)
 
@@ -427,9 +454,11 @@ class DataPlane:
 
     def _finish(self, work: PendingWork, token: int | None, event: Event) -> None:
         if event.status == 0:
-            if not work.ready.route.info.same_host:  # those are never asked
-                work.ready.route.heard = self._now()
-            self._end(work, token, event.bytes, None)
+            if work.permit is not None:
+                self._line.ended(work)
+            work.transfer.part_ended(token, event.bytes, None)
+            if self._line.going:
+                self._run_line()
             return
         transfer, ready = work.transfer, work.ready
         error = error_for(

@@ -179,13 +179,13 @@ class Transfer:
         self._cancelling: KvxferError | None = None
         self._error: KvxferError | None = None
         self._on_decided: Callable[[Transfer], None] | None = None
-        self._on_settled: list[Callable[[Transfer], None]] = []
+        self._on_settled: list[Callable[[Transfer], None]] | None = None
         self._settled: asyncio.Future[None] | None = None
         self._parts_left = parts
         self._stalled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._tokens: set[int] = set()
-        self._waiters: list[asyncio.Future[None]] = []  # one for each await in progress
+        self._tokens: set[int] | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None  # one for each await in progress
         self._began = time.monotonic()
         self.address = ""  # of the peer's engine, once a part is on its way there
         self.attempt = 1  # grows when a part goes another way because the first was none
@@ -207,7 +207,7 @@ class Transfer:
     @property
     def bytes_done(self) -> int:
         """Bytes that were moved so far; of what ended, those that were confirmed."""
-        return self._bytes_done + sum(map(self._canceller.progress, self._tokens))
+        return self._bytes_done + sum(map(self._canceller.progress, self._tokens or ()))
 
     @property
     def settled(self) -> bool:
@@ -227,11 +227,11 @@ class Transfer:
     def __await__(self) -> Generator[Any, None, Transfer]:
         if self.state == RUNNING:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._waiters = [*(self._waiters or ()), waiter]
             try:
                 yield from waiter.__await__()
             finally:
-                if waiter in self._waiters:  # cancelled
+                if self._waiters is not None and waiter in self._waiters:  # cancelled
                     self._waiters.remove(waiter)
         if self._error is not None:
             raise self._error
@@ -264,6 +264,8 @@ class Transfer:
         """Call back when settled (at once if it already is)."""
         if self._parts_left == 0:
             callback(self)
+        elif self._on_settled is None:
+            self._on_settled = [callback]
         else:
             self._on_settled.append(callback)
 
@@ -277,7 +279,7 @@ class Transfer:
     def arm(self, timeout: float, loop: asyncio.AbstractEventLoop) -> None:
         """Start the deadline."""
         if self.state == RUNNING:
-            self._timer = loop.call_later(timeout, self._deadline_fired, timeout)
+            self._timer = loop.call_later(timeout, self.expire, timeout)
 
     def mark_stalled(self, stalled: bool) -> None:
         """See `stall.Watched`."""
@@ -286,22 +288,25 @@ class Transfer:
     @property
     def tokens(self) -> frozenset[int]:
         """The parts that are in the engine's hands."""
-        return frozenset(self._tokens)
+        return frozenset(self._tokens or ())
 
     def add_token(self, token: int) -> None:
         """A part is in the engine's hands."""
-        self._tokens.add(token)
+        if self._tokens is None:
+            self._tokens = {token}
+        else:
+            self._tokens.add(token)
         if self._cancelling is not None:
             self._canceller.cancel_token(token)
 
     def token_ended(self, token: int | None) -> None:
         """The engine is done with this token, but the part goes another way."""
-        if token is not None:
+        if token is not None and self._tokens is not None:
             self._tokens.discard(token)
 
     def part_ended(self, token: int | None, moved_bytes: int, error: KvxferError | None) -> None:
         """One part completed (``token`` None: it never reached the engine)."""
-        if token is not None:
+        if self._tokens is not None and token is not None:
             self._tokens.discard(token)
         self._parts_left -= 1
         self._bytes_done += moved_bytes
@@ -318,7 +323,7 @@ class Transfer:
         """Ask the engine to end every part; parts not yet submitted will not be."""
         if self._cancelling is None and self._parts_left:
             self._cancelling = reason
-            for token in tuple(self._tokens):
+            for token in tuple(self._tokens or ()):
                 self._canceller.cancel_token(token)
             self._canceller.cancel_waiting(self)
 
@@ -335,7 +340,8 @@ class Transfer:
         # The other parts are of no use any more; they still settle one by one.
         self.request_cancel(error)
 
-    def _deadline_fired(self, timeout: float) -> None:
+    def expire(self, timeout: float) -> None:
+        """Its ``timeout`` seconds are over."""
         # Completions that are already in the ring arrived in time even if the loop was late to look.
         self._canceller.drain()
         self._timer = None
@@ -382,21 +388,74 @@ class Transfer:
             self._timer = None
         if self._on_decided is not None:
             asyncio.get_running_loop().call_soon(self._on_decided, self)
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        if self._waiters is not None:
+            waiters, self._waiters = self._waiters, None
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def _announce_settled(self) -> None:
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
-        callbacks, self._on_settled = self._on_settled, []
-        for callback in callbacks:
+        callbacks, self._on_settled = self._on_settled, None
+        for callback in callbacks or ():
             try:
                 callback(self)
             except Exception as error:  # the others still have to hear of it
                 context = {"message": "a callback of a settled transfer failed", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
+
+
+class TransferGroup:
+    """Transfers of one request: one deadline and one entry in the stall watch for all of them.
+
+    They are stalled when nothing of any of them moves.
+    """
+
+    def __init__(self, stalls: StallWatch, progress: Callable[[Transfer], int | None], timeout: float) -> None:
+        self._stalls = stalls
+        self._progress = progress
+        self._timeout = timeout
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+        self._ended = 0  # grows with each that ends
+        self._stalled = False
+        self._closed = False
+        self.running: dict[Transfer, None] = {}  # not settled
+        stalls.begin(self, self._moved)
+
+    def add(self, transfer: Transfer) -> None:
+        """It is one of them until it is settled."""
+        self.running[transfer] = None
+        if self._stalled:
+            transfer.mark_stalled(True)
+
+    def remove(self, transfer: Transfer) -> None:
+        """It is settled."""
+        del self.running[transfer]
+        self._ended += 1 + transfer.bytes_done
+        if self._closed:
+            self.close()
+
+    def mark_stalled(self, stalled: bool) -> None:
+        """See `Watched`."""
+        self._stalled = stalled
+        for transfer in self.running:
+            transfer.mark_stalled(stalled)
+
+    def close(self) -> None:
+        """Nothing is added any more. What has not settled still has its deadline."""
+        self._closed = True
+        if not self.running:
+            self._timer.cancel()
+            self._stalls.end(self)
+
+    def _moved(self) -> int | None:
+        moved = [found for transfer in self.running if (found := self._progress(transfer)) is not None]
+        return self._ended + sum(moved) if moved else None
+
+    def _expire(self) -> None:
+        for transfer in tuple(self.running):
+            transfer.expire(self._timeout)
 
 
 def nothing_to_move(canceller: Canceller, peer: str) -> Transfer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -266,6 +266,7 @@ class LayerPart:
     region: int
     descriptor: int
     segments: np.ndarray[Any, np.dtype[np.uint64]]
+    bytes: int
 
 
 async def prepared_layer(
@@ -283,8 +284,8 @@ def layer_parts(
     grant. ``layer`` is an index of our own cache.
     """
     parts = []
-    for batch in plan.layer(cache.layout.geometry.first_layer + layer):
-        put = kind is OpKind.PUT
+    put, batches = kind is OpKind.PUT, plan.layer(cache.layout.geometry.first_layer + layer)
+    for batch in batches:
         local, remote = (
             (batch.source_region, batch.target_region) if put else (batch.target_region, batch.source_region)
         )
@@ -295,7 +296,9 @@ def layer_parts(
         region = cache.regions[local].id
         for first in range(0, len(segments), segments_max):
             some = segments[first : first + segments_max]
-            parts.append(LayerPart(region=region, descriptor=remote, segments=some))
+            whole = len(batches) == 1 and len(some) == len(segments)
+            size = plan.layer_bytes if whole else int(some[:, 2].sum())
+            parts.append(LayerPart(region=region, descriptor=remote, segments=some, bytes=size))
     return parts
 
 
@@ -313,7 +316,7 @@ class Joined:
 
     def add(self, layer: int, part: LayerPart) -> None:
         """One more part of a layer."""
-        pair, count, size = (part.region, part.descriptor), len(part.segments), layer_bytes([part])
+        pair, count, size = (part.region, part.descriptor), len(part.segments), part.bytes
         run = self._open.get(pair)
         if run is not None and (run.count + count > self._segments_max or run.bytes + size > self._bytes_max):
             self._full.append(run)
@@ -344,7 +347,7 @@ class _Run:
     def join(self) -> JoinedPart:
         part = self.parts[0]
         if len(self.parts) > 1:
-            part = replace(part, segments=np.concatenate([each.segments for each in self.parts]))
+            part = replace(part, segments=np.concatenate([each.segments for each in self.parts]), bytes=self.bytes)
         return JoinedPart(part=part, layers=tuple(self.layers), starts=tuple(self.starts))
 
 
@@ -364,6 +367,8 @@ class JoinedPart:
 def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) -> None:
     if not len(segments):
         return
+    if int(segments[:, 1].max()) + int(segments[:, 2].max()) <= limit:
+        return  # as good as always
     ends = segments[:, 1] + segments[:, 2]
     if int(ends.max()) > limit or bool((ends < segments[:, 1]).any()):
         raise OutOfRange("the plan leaves the memory that the peer described", end=int(ends.max()), limit=limit)
@@ -375,8 +380,3 @@ def of_layer(error: KvxferError, layer: int) -> KvxferError:
         error.fields["layer"] = layer
         error.message = f"layer {layer}: {error.message}"
     return error
-
-
-def layer_bytes(parts: Sequence[LayerPart]) -> int:
-    """Bytes of a layer."""
-    return sum(int(part.segments[:, 2].sum()) for part in parts)

@@ -325,6 +325,7 @@ class Pull:
                 region=part.region,
                 descriptor=peer.descriptors[part.descriptor],
                 segments=part.segments,
+                moves=part.bytes,
                 check=peer.check,
             )
             for part in parts

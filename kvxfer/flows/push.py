@@ -18,7 +18,7 @@ import numpy as np
 
 from kvxfer.coverage import box_of, common_elements
 from kvxfer.dataplane.plane import WorkRequest
-from kvxfer.dataplane.transfer import Transfer, nothing_to_move, settle_within
+from kvxfer.dataplane.transfer import Transfer, TransferGroup, nothing_to_move, settle_within
 from kvxfer.descriptors import RemoteDescriptor, Ticket
 from kvxfer.errors import (
     ClosedError,
@@ -38,7 +38,6 @@ from kvxfer.flows.exchange import (
     Reaching,
     TransferOffer,
     from_peer,
-    layer_bytes,
     negotiate,
     of_layer,
     prepared_layer,
@@ -97,7 +96,7 @@ class Push:
         self._peer: TransferOffer | None = None
         self._plan: Plan | None = None
         self._deadline: Deadline | None = None
-        self._running: dict[Transfer, None] = {}
+        self._transfers: TransferGroup | None = None  # once there is a plan
         self._room = asyncio.Semaphore(LAYERS_IN_FLIGHT_MAX)
         self._reaching = Reaching()
         self._entered = False
@@ -133,6 +132,7 @@ class Push:
             self._raise_if_failed()
             self.transport = await self._reaching.reach(self._client.plane, self._cache, self._peer, deadline)
             self._raise_if_failed()
+            self._transfers = self._client.plane.group(deadline.require("a layer was written", TRANSFERRING))
             self._plan = plan
         except BaseException as error:
             await self._abort(error)
@@ -165,8 +165,11 @@ class Push:
         started = False
         try:
             parts = await prepared_layer(plan, index, OpKind.PUT, self._cache, peer, self._client.config.segments_max)
-            async with deadline.bound(f"there was room for layer {index}", ROOM):
-                await self._room.acquire()
+            if self._room.locked():
+                async with deadline.bound(f"there was room for layer {index}", ROOM):
+                    await self._room.acquire()
+            else:
+                await self._room.acquire()  # at once
             try:
                 self._raise_if_failed()
                 transfer = self._submit(index, parts, peer, deadline)
@@ -275,22 +278,25 @@ class Push:
                 region=part.region,
                 descriptor=peer.descriptors[part.descriptor],
                 segments=part.segments,
+                moves=part.bytes,
                 # Told behind the bytes when they are all in one submit, else by a submit of its own afterwards.
                 notify=notice if len(parts) == 1 else None,
-                check=peer.check and layer_bytes([part]) > 0,
+                check=peer.check and part.bytes > 0,
             )
             for part in parts
         ] or [self._bare_notification(*notice)]
-        left = deadline.require(f"layer {index} was written", TRANSFERRING)
-        transfer = self._client.plane.start(work, timeout=left, peer=self.request_id, priority=self._priority)
-        self._running[transfer] = None
+        transfer = self._start(work, deadline.require(f"layer {index} was written", TRANSFERRING))
         transfer.on_settled(partial(self._layer_settled, index))
         if len(parts) > 1:
             transfer.on_settled(lambda done: self._tell_later(done, *notice))
         return transfer
 
+    def _start(self, work: Sequence[WorkRequest], timeout: float) -> Transfer:
+        return self._client.plane.start(
+            work, timeout=timeout, peer=self.request_id, priority=self._priority, group=self._transfers
+        )
+
     def _layer_settled(self, index: int, done: Transfer) -> None:
-        self._running.pop(done, None)
         self._room.release()
         self.bytes_done += done.bytes_done
         if done.error is not None:
@@ -310,15 +316,11 @@ class Push:
 
     def _notify(self, tag: int, value: int, timeout: float) -> Transfer:
         """A notification without bytes, on its way like a layer."""
-        notice = self._client.plane.start(
-            [self._bare_notification(tag, value)], timeout=timeout, peer=self.request_id, priority=self._priority
-        )
-        self._running[notice] = None
+        notice = self._start([self._bare_notification(tag, value)], timeout)
         notice.on_settled(self._notice_settled)
         return notice
 
     def _notice_settled(self, done: Transfer) -> None:
-        self._running.pop(done, None)
         if done.error is not None:
             self._fail(done.error)
 
@@ -357,16 +359,20 @@ class Push:
                 raise
         self._finish("done", None)
 
+    @property
+    def _running(self) -> tuple[Transfer, ...]:
+        return () if self._transfers is None else tuple(self._transfers.running)
+
     async def _drain_running(self) -> None:
-        while self._running:
-            await next(iter(self._running)).wait_settled()
+        while running := self._running:
+            await running[0].wait_settled()
             self._raise_if_failed()
 
     def _fail(self, error: KvxferError) -> None:
         if self._error is None:
             self._error = error
             self._reaching.end()
-            for transfer in tuple(self._running):
+            for transfer in self._running:
                 transfer.request_cancel(error)
 
     def _client_closed(self, error: KvxferError) -> Coroutine[Any, Any, None]:
@@ -380,12 +386,14 @@ class Push:
         self._fail(error)
         # Told only when nothing of ours moves any more; a peer that is frozen must not hold us here for ever.
         try:
-            await settle_within(self._client.config.cancel_s * 2, tuple(self._running))
+            await settle_within(self._client.config.cancel_s * 2, self._running)
         finally:
             self._finish("cancelled" if isinstance(error, TransferCancelled) else "failed", error)
 
     def _finish(self, outcome: str, error: KvxferError | None) -> None:
         self._client.leave(self)
+        if self._transfers is not None:
+            self._transfers.close()
         if self._claim is None:
             return
         claim, self._claim = self._claim, None

@@ -306,11 +306,6 @@ class Life:
                 self._tell(self._on_event, event)
         return count
 
-    def call_back(self, token: int, callback: Callable[[Event], None]) -> None:
-        """Instead of the future of a transfer just submitted: call at once, which saves a turn of the loop."""
-        assert token in self._pending
-        self._pending[token] = callback
-
     def _tell(self, listener: Callable[[Event], None], event: Event, *, later: bool = False) -> None:
         assert self._loop is not None
         if later:
@@ -677,10 +672,12 @@ class Engine(Memory, Connections, Notes):
         notify: tuple[int, int] | None = None,
         check: bool = False,
         priority: int = Priority.NORMAL,
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        then: Callable[[Event], None] | None = None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
         """Start one operation over all segments: uint64 (n, 3) in C order, rows [local offset, remote offset, length].
 
-        Small ones complete at once: then the `Event` itself is returned. ``segments=None`` with ``notify`` moves
+        Small ones complete at once: then the `Event` itself is returned. Of others ``then`` is called with it, which
+        saves a turn of the loop; without ``then`` there is a future for it. ``segments=None`` with ``notify`` moves
         nothing.
         Raises `BusyError` when full (nothing was taken) and typed errors for wrong arguments.
         """
@@ -691,7 +688,7 @@ class Engine(Memory, Connections, Notes):
             if not segments.flags.c_contiguous:
                 raise UsageError("segments must be in C order")
             native, count = ffi.from_buffer("kvx_segment[]", segments), len(segments)
-        return self._submit(kind, region, import_, native, count, notify, check, priority)
+        return self._submit(kind, region, import_, native, count, notify, check, priority, then)
 
     def submit_one(
         self,
@@ -704,7 +701,8 @@ class Engine(Memory, Connections, Notes):
         notify: tuple[int, int] | None = None,
         check: bool = False,
         priority: int = Priority.NORMAL,
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        then: Callable[[Event], None] | None = None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
         """`submit` for a single span; offsets and length in bytes."""
         segment = self._segment
         try:
@@ -713,7 +711,7 @@ class Engine(Memory, Connections, Notes):
             segment.length = length
         except OverflowError:
             raise error_for(StatusCode.LENGTH, what="submit", offset=local_offset, length=length) from None
-        return self._submit(kind, region, import_, segment, 1, notify, check, priority)
+        return self._submit(kind, region, import_, segment, 1, notify, check, priority, then)
 
     def _submit(
         self,
@@ -725,7 +723,8 @@ class Engine(Memory, Connections, Notes):
         notify: tuple[int, int] | None,
         check: bool,
         priority: int,
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        then: Callable[[Event], None] | None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
         if (
             self._engine is None
             or self._fork != forks_seen
@@ -749,7 +748,10 @@ class Engine(Memory, Connections, Notes):
             if self._inline_p[0]:
                 return Event._make(EVENT.unpack(self._inline_view))
             token = self._token_p[0]
-            return token, self._future(token)
+            if then is None:
+                return token, self._future(token)
+            self._pending[token] = then
+            return token, None
         segment = event.segment if status in _WITH_SEGMENT else None
         raise error_for(status, what="submit", region=region, segment=segment)
 

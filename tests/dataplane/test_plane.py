@@ -345,7 +345,7 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
     async with sides(tmp_path, ("tcp",), window_bytes_max=LENGTH, window_ops_max=8) as (a, b):
         plane, described = a.plane, b.region.descriptor("w")
         await a.start(described)
-        held = PendingWork(Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        held = PendingWork(plane, Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
         held.rank = rank_of(Priority.NORMAL, LENGTH)
         assert plane._line.enter(held, b.plane.engine_id, LENGTH, 0.0)
         with pytest.raises(TransferTimeout, match=f"waits for window_bytes_max, {LENGTH} of {LENGTH} in use") as caught:
@@ -358,7 +358,7 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
 
 async def test_a_permit_that_is_left_when_everything_has_ended_is_reported_by_aclose(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, _):
-        lost = PendingWork(Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
+        lost = PendingWork(a.plane, Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
         assert a.plane._line.enter(lost, "peer", 7, 0.0)
         with pytest.raises(InternalError, match="permits are left"):
             await asyncio.wait_for(a.plane.aclose(), 10)

@@ -595,7 +595,7 @@ async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest
 def test_layers_are_joined_within_the_limits() -> None:
     def one(region: int, descriptor: int, count: int, length: int) -> LayerPart:
         segments = np.full((count, 3), length, np.uint64)
-        return LayerPart(region=region, descriptor=descriptor, segments=segments)
+        return LayerPart(region=region, descriptor=descriptor, segments=segments, bytes=count * length)
 
     joined = Joined(segments_max=5, bytes_max=1000)
     for layer, part in enumerate((one(1, 0, 2, 10), one(1, 0, 2, 20), one(2, 0, 1, 10), one(1, 0, 2, 30))):
@@ -610,5 +610,6 @@ def test_layers_are_joined_within_the_limits() -> None:
         (2, (2,), (0,)),
     ]
     assert found[0].part.segments[:, 2].tolist() == [10, 10, 20, 20]
+    assert [each.part.bytes for each in found] == [20 + 40, 60, 2000, 10]
     assert [found[0].layer_of(segment) for segment in range(4)] == [0, 0, 1, 1]
     assert joined.take() == []

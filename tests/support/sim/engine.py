@@ -10,6 +10,7 @@ two callbacks of the process; a frozen process does none of it, a dead one never
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.native.engine import Event, EventKind, OpKind
@@ -255,9 +256,10 @@ class SimEngine(Owner):
         notify: tuple[int, int] | None = None,
         check: bool = False,
         priority: int = 1,
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        then: Callable[[Event], None] | None = None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
         rows = [] if segments is None else [(int(a), int(b), int(c)) for a, b, c in segments.tolist()]
-        return self._submit(kind, region, import_, rows, notify)
+        return self._submit(kind, region, import_, rows, notify, then)
 
     def submit_one(
         self,
@@ -270,12 +272,19 @@ class SimEngine(Owner):
         notify: tuple[int, int] | None = None,
         check: bool = False,
         priority: int = 1,
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
-        return self._submit(kind, region, import_, [(local_offset, remote_offset, length)], notify)
+        then: Callable[[Event], None] | None = None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
+        return self._submit(kind, region, import_, [(local_offset, remote_offset, length)], notify, then)
 
     def _submit(
-        self, kind: int, region: int, import_: int, rows: Rows, notify: tuple[int, int] | None
-    ) -> Event | tuple[int, asyncio.Future[Event]]:
+        self,
+        kind: int,
+        region: int,
+        import_: int,
+        rows: Rows,
+        notify: tuple[int, int] | None,
+        then: Callable[[Event], None] | None,
+    ) -> Event | tuple[int, asyncio.Future[Event] | None]:
         if self.closed:
             raise error_for(StatusCode.CLOSED)
         found = self.imports.get(import_)
@@ -296,7 +305,10 @@ class SimEngine(Owner):
             return self._event(op, StatusCode.ACCESS)
         if found.link.mapped and notify is None and size <= self.config.inline_bytes_max and self.world.coin(0.5):
             return self._inline(op, size)
+        future: asyncio.Future[Event] | None
         op.token, future = self._token()
+        if then is not None:
+            self._pending[op.token], future = then, None
         self.ops[op.token] = found.ops[op.token] = op
         if local is not None:
             local.users += 1

@@ -102,10 +102,6 @@ class Owner:
             context = {"message": "the listener of engine events failed", "exception": error}
             self.world.loop.call_exception_handler(context)
 
-    def call_back(self, token: int, callback: Callable[[Event], None]) -> None:
-        assert token in self._pending
-        self._pending[token] = callback
-
     def _readable(self) -> None:
         self._woken = False
         if not self.closed and self.drain() == DRAIN_MAX:
