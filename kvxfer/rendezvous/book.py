@@ -213,11 +213,12 @@ class Book:
             return self._match(now, posting, party, message)
         line: Line = ("", "", posting_id) if posting_id else (party.namespace, message.kind, message.key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
-        if self._copied(now, line, message):
+        copy_of = self._copy_of(now, line, message)
+        if copy_of:
             wait_s = min(wait_s, AGAIN_WAIT_S)
         if wait_s == 0:
-            return [self._not_served(now, party, message, line, why)]
-        waiter = self._waiting.enter(party, message, line, why)
+            return [self._not_served(party, message, line, why, copy_of)]
+        waiter = self._waiting.enter(party, message, line, why, copy_of)
         self._timeline.set(("waiter", "", waiter.number), now + wait_s)
         return []
 
@@ -322,7 +323,9 @@ class Book:
             waiter = self._waiting.get(number) if what == "waiter" else None
             if waiter is not None:
                 self._drop_waiter(waiter)
-                actions.append(self._not_served(now, waiter.party, waiter.message, waiter.line, waiter.why))
+                # Who was a copy when it came is one still: its wait was cut because of that.
+                copy_of = waiter.copy_of or self._copy_of(now, waiter.line, waiter.message)
+                actions.append(self._not_served(waiter.party, waiter.message, waiter.line, waiter.why, copy_of))
             elif posting is not None and what == "orphan":
                 actions += self.claimant_lost(now, posting.claims[number])
             elif posting is not None and what == "posting":
@@ -391,19 +394,20 @@ class Book:
             raise LeaseExpired(f"the {message.kind} ran out", key=message.key)
         return self._by_key.get(line)
 
-    def _not_served(self, now: float, party: Party, message: m.Claim, line: Line, why: str) -> Action:
+    def _not_served(self, party: Party, message: m.Claim, line: Line, why: str, copy_of: str) -> Action:
         """The end of a claim that found nothing. If others wrote its part of the last offer, that is a success."""
-        if self._copied(now, line, message):
-            return self._nothing_to_do(party, message.rid, self._ended.last_id(line))
+        if copy_of:
+            return self._nothing_to_do(party, message.rid, copy_of)
         return Refused(link=party.link, rid=message.rid, error=not_served(line, why))
 
     def _written(self, ended: Ended | None, message: m.Claim) -> bool:
         return ended is not None and ended.covers(message.boxes, message.engine_id)
 
-    def _copied(self, now: float, line: Line, message: m.Claim) -> bool:
-        """Whether others wrote all of it for the last offer with this key, and that was committed just now."""
+    def _copy_of(self, now: float, line: Line, message: m.Claim) -> str:
+        """The last offer with this key, if others wrote all of it that this claim has and it was committed just now."""
         last = self._ended.last(line)
-        return last is not None and now - last.at < COPIES_S and self._written(last, message)
+        copied = last is not None and now - last.at < COPIES_S and self._written(last, message)
+        return self._ended.last_id(line) if copied else ""
 
     def _nothing_to_do(self, party: Party, rid: int, posting_id: str) -> Action:
         """Others write, or have written, all that the claimant has: there is no claim."""

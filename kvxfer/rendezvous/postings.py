@@ -133,13 +133,16 @@ class RemoteClaim:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingClaim:
-    """A claim that found nothing yet; `number` tells its place among all, `why` what it did not find."""
+    """A claim that found nothing yet; `number` tells its place among all, `why` what it did not find. ``copy_of``: the
+    offer for which others had written all that it has when it came.
+    """
 
     number: int
     party: Party
     message: m.Claim
     line: Line
     why: str
+    copy_of: str = ""
 
     @property
     def rid(self) -> int:
@@ -222,13 +225,13 @@ class WaitingRoom:
     def get(self, number: int) -> WaitingClaim | None:
         return self._waiters.get(number)
 
-    def enter(self, party: Party, message: m.Claim, line: Line, why: str) -> WaitingClaim:
+    def enter(self, party: Party, message: m.Claim, line: Line, why: str, copy_of: str = "") -> WaitingClaim:
         """Raises `TooManyPending`."""
         if not self._shares.room(party.account):
             raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
         self._shares.take(party.account)
         self._last += 1
-        waiter = WaitingClaim(self._last, party, message, line, why)
+        waiter = WaitingClaim(self._last, party, message, line, why, copy_of)
         self._waiters[waiter.number] = party.waiters[waiter.number] = waiter
         party.asked(message.rid, waiter)
         self._lines.setdefault(line, OrderedDict())[waiter.number] = None

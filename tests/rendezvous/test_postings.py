@@ -526,6 +526,19 @@ def test_a_copy_that_comes_after_the_commit_has_nothing_to_do(by_ticket: bool) -
     assert granted(bench.post(boxes=(WANT,))).claim == 1
 
 
+def test_a_copy_whose_wait_was_cut_is_one_to_its_end() -> None:
+    """It comes just before the key means the next offer, and its short wait ends just after."""
+    bench = Bench()
+    posted = bench.posted(boxes=(WANT,))
+    bench.settle(bench.claimed(engine_id="a" * 32, **part()))
+    bench.registry.withdraw(0.0, "own", 9, posting=posted.posting, reason="committed")
+    bench.now = COPIES_S - 0.5
+    assert bench.claim(wait_s=9, engine_id="b" * 32, **part()) == []
+    assert bench.registry.next_deadline() == bench.now + AGAIN_WAIT_S
+    answer = granted(bench.expire(bench.now + AGAIN_WAIT_S))
+    assert (answer.claim, answer.posting) == (0, posted.posting)
+
+
 def test_long_after_the_commit_a_key_means_the_next_offer() -> None:
     bench = Bench()
     posted = bench.posted(boxes=(WANT,))
