@@ -78,17 +78,6 @@ def check_group(group: object) -> tuple[int, ...]:
     return found
 
 
-def headroom_advice(free_bytes: int, total_bytes: int) -> str | None:
-    """What to tell people about a device's memory; None when there is room enough."""
-    if total_bytes <= 0 or free_bytes >= HEADROOM * total_bytes:
-        return None
-    free = f"{free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are free"
-    return (
-        f"{free}, less than {HEADROOM:.0%}: a large block may not be found in one piece; lower the framework's share "
-        "of the memory, or allocate with spill='dram'"
-    )
-
-
 log = logger("kvxfer.memory")
 
 

@@ -14,21 +14,6 @@ from kvxfer.native._shim import ffi, lib
 from kvxfer.native.status import StatusCode, error_for
 
 WHY_BYTES = 4096
-# Status codes of the vendor that people meet, in words. The set is open: `meaning` falls back to our own status.
-MEANINGS = {
-    103900: "a parameter is wrong",
-    103901: "time is up",
-    103902: "not connected",
-    103903: "connected already",
-    103905: "not supported by this engine",
-    107001: "no such device",
-    107002: "no context: no device was set in this thread",
-    107003: "the stream is of another context",
-    203900: "no stream or slot is free",
-    207001: "not enough device memory in one piece",
-    503900: "the link or the transfer failed",
-    507899: "the driver failed: often memory that is not aligned to 2 MiB, or of small pages",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +129,6 @@ def status_of(raw: int) -> StatusCode:
 def latches(raw: int) -> bool:
     """Is the link dead after this status of the vendor, until it is connected anew?"""
     return bool(lib.kvx_ascend_latches(raw))
-
-
-def meaning(raw: int) -> str:
-    """A vendor status in words, with its number: people search for it."""
-    words = MEANINGS.get(raw)
-    if words is None:
-        words = status_of(raw).name.lower().replace("_", " ")
-    return f"{raw}: {words}"
 
 
 def vendor_error(status: int, raw: int, *, what: str, said: str = "", device: int | None = None) -> KvxferError:

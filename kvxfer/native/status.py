@@ -218,30 +218,6 @@ def limit_reached(what: str, option: str, limit: int, ends: str) -> errors.TooMa
     )
 
 
-def raise_for(
-    status: int,
-    *,
-    sys_errno: int = 0,
-    what: str = "",
-    op_id: int | None = None,
-    peer: str | None = None,
-    transport: str | None = None,
-    **fields: Field,
-) -> None:
-    """Raise the typed error unless ``status`` is OK."""
-    if status != 0:
-        raise error_for(
-            status,
-            sys_errno=sys_errno,
-            what=what,
-            op_id=op_id,
-            peer=peer,
-            transport=transport,
-            retryable=None,
-            **fields,
-        )
-
-
 # -- calls into the engine about memory: what goes down, what comes back, and the words for what went wrong ------------
 # "Cannot be registered" has many causes, and each has another remedy; the native engine says which one it was and
 # with what numbers, and here they become the text, the fields and the hint of a typed error. `Engine` hands in cffi's

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import UsageError
-from kvxfer.memory.allocation import GROUP_MAX, Held, Load, check_group, headroom_advice, least_held, least_loaded
+from kvxfer.memory.allocation import GROUP_MAX, Held, Load, check_group, least_held, least_loaded
 
 
 def load(device: int, available_bytes: int, live_tokens: int = 0) -> Load:
@@ -54,13 +54,3 @@ def test_groups() -> None:
     for wrong in ([], [1, 1], [-1], [True], ["0"], "01", 3, None, range(GROUP_MAX + 1)):
         with pytest.raises(UsageError, match="group"):
             check_group(wrong)
-
-
-def test_headroom() -> None:
-    gib = 1 << 30
-    assert headroom_advice(30 * gib, 100 * gib) is None
-    advice = headroom_advice(29 * gib, 100 * gib)
-    assert advice is not None
-    assert "29.0 of 100.0 GiB" in advice
-    assert "30%" in advice
-    assert headroom_advice(0, 0) is None  # unknown

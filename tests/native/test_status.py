@@ -10,7 +10,7 @@ import pytest
 from kvxfer import errors
 from kvxfer.native import status as module
 from kvxfer.native._shim import ffi, lib
-from kvxfer.native.status import BY_STATUS, StatusCode, error_for, raise_for
+from kvxfer.native.status import BY_STATUS, StatusCode, error_for
 
 HEADER = Path(module.__file__).with_name("status.h").read_text()
 IN_C = {
@@ -57,9 +57,3 @@ def test_unknown_codes_become_the_base_of_their_range(unknown: int, base: int) -
 @pytest.mark.parametrize("unknown", [-1, 500, 10**6])
 def test_codes_of_no_range_are_our_bug(unknown: int) -> None:
     assert type(error_for(unknown)) is errors.InternalError
-
-
-def test_raise_for() -> None:
-    raise_for(0)
-    with pytest.raises(errors.Revoked, match="withdrew"):
-        raise_for(StatusCode.REVOKED, what="put", grant=3)
