@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer.errors import RegionBusy
+from kvxfer.errors import OutOfRange, RegionBusy, UsageError
 from kvxfer.planner import plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed here: make test-torch has it")
 
+from kvxfer.integrations import torch as module  # noqa: E402
+from kvxfer.integrations.tensors import LayerGroup  # noqa: E402
 from kvxfer.integrations.torch import cache_of, rehome  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, DIM = 6, 16, 2, 8
@@ -102,3 +104,176 @@ async def test_rehome_keeps_objects_contents_and_views() -> None:
         assert torch.equal(caches["layers.2"], before["layers.2"])
         assert bool((caches["layers.1"] == 7).all())
         caches["layers.2"].fill_(1)
+
+
+def test_storages_that_lie_in_each_other_are_one() -> None:
+    """The same memory known to torch by an array and by a part of it."""
+    array = np.zeros((2, BLOCKS, TOKENS, HEADS, DIM), np.float32)
+    caches = {"0": torch.from_numpy(array[0]), "1": torch.from_numpy(array)[1]}
+    for given in (caches, dict(reversed(caches.items()))):
+        found = cache_of(given, axes="BNHD", kv_parts=1)
+        assert [storage.nbytes() for storage in found.storages] == [array.nbytes]
+        offsets = {placement.offset for placement in found.caches[0].layout.placements}
+        assert offsets == {0, array[0].nbytes}
+
+
+async def test_storages_are_registered_once_and_views_are_spans_of_them() -> None:
+    caches = one_allocation()
+    found = cache_of(caches, axes="BHNC")
+    async with kvxfer.local() as client:
+        regions = await client.register_many(found.storages)
+        found.bind(regions)
+        assert [region.length for region in regions] == [caches["layers.0"].untyped_storage().nbytes()]
+        spans = [regions[0].view(tensor) for tensor in caches.values()]
+        size = BLOCKS * TOKENS * HEADS * DIM * 8
+        assert [(span.offset, span.length) for span in spans] == [(i * size, size) for i in range(3)]
+        assert regions[0].view(caches["layers.1"][2, 1]).offset == size + (2 * TOKENS * HEADS + 1) * 2 * DIM * 4
+        with pytest.raises(OutOfRange):
+            regions[0].view(torch.zeros(4))
+        for region in regions:
+            await region.release()
+
+
+REFUSED = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.zeros(5, 4, 3, 8, device="meta"),
+    "negative": lambda: torch.zeros(5, 4, 3, 8, dtype=torch.complex64).conj().imag,
+    "dtype": lambda: torch.zeros(5, 4, 3, 8, dtype=torch.complex64),
+    "empty": lambda: torch.zeros(5, 4, 0, 8),
+    "same elements again": lambda: torch.zeros(5, 1, 3, 8).expand(5, 4, 3, 8),
+    "tensor, or a tuple": lambda: "text",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("says", REFUSED)
+async def test_what_cannot_be_known_is_refused(says: str) -> None:
+    wrong = REFUSED[says]()
+    with pytest.raises(UsageError, match=says) as caught:
+        cache_of({"layers.0": torch.zeros(5, 4, 3, 8), "layers.1": wrong}, axes="BNHD", kv_parts=1)
+    assert caught.value.fields["layer"] == "layers.1"
+
+
+def test_arguments() -> None:
+    caches = one_allocation()
+    group = LayerGroup(names=tuple(caches), axes="BHNC")
+    assert cache_of(caches, groups=[group]).caches == cache_of(caches, axes="BHNC").caches
+    for wrong in (
+        {},
+        {"axes": "BHNC", "groups": [group]},
+        {"groups": [group], "fingerprint": "x"},
+        {"axes": "BHNC", "colour": 1},
+    ):
+        with pytest.raises(UsageError):
+            cache_of(caches, **wrong)
+
+
+async def test_siblings_that_were_not_named_refuse_the_move() -> None:
+    """They would go on showing the old memory. Nothing has changed then; a parent held by views alone is none."""
+    caches = one_allocation()
+    addresses = [tensor.data_ptr() for tensor in caches.values()]
+    sibling = caches["layers.2"][1]
+    async with kvxfer.local() as client:
+        with pytest.raises(UsageError, match="1 other tensors share"):
+            await rehome(client, caches)
+        some = {"layers.0": caches["layers.0"]}
+        with pytest.raises(UsageError, match="3 other tensors share"):
+            await rehome(client, some)
+        assert [tensor.data_ptr() for tensor in caches.values()] == addresses
+        del sibling
+        home = await rehome(client, caches)
+        view = caches["layers.0"][0]
+        with pytest.raises(RegionBusy, match="would stay behind"):
+            await home.release()
+        del view
+        await home.release()
+
+
+async def test_other_tensors_that_cannot_be_moved() -> None:
+    needs = torch.zeros(5, 4, 3, 8, requires_grad=True)
+    async with kvxfer.local() as client:
+        with pytest.raises(UsageError, match="gradient"):
+            await rehome(client, {"0": needs})
+        with pytest.raises(UsageError, match="meta"):
+            await rehome(client, {"0": torch.zeros(5, 4, 3, 8, device="meta")})
+
+
+async def test_tensors_of_inference_mode_and_small_types() -> None:
+    with torch.inference_mode():
+        caches = {"0": numbered(BLOCKS, TOKENS, HEADS, DIM, dtype=torch.bfloat16)}
+        caches["1"] = numbered(BLOCKS, TOKENS, HEADS, DIM, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+        before = {name: tensor.view(torch.uint8).clone() for name, tensor in caches.items()}
+    async with kvxfer.local() as client:
+        home = await rehome(client, caches)
+        found = cache_of(caches, axes="BNHD", kv_parts=1)
+        assert [cache.layout.geometry.dtype for cache in found.caches] == ["bfloat16", "float8_e4m3fn"]
+        found.bind(home.regions)
+        for name, tensor in caches.items():
+            with torch.inference_mode():
+                assert torch.equal(tensor.view(torch.uint8), before[name])
+
+
+async def test_a_move_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second allocation fails, and in another run the second exchange of a storage."""
+    caches = pairs(2)
+    before = {name: [tensor.clone() for tensor in value] for name, value in caches.items()}
+    addresses = [tensor.data_ptr() for value in caches.values() for tensor in value]
+    async with kvxfer.local() as client:
+        alloc, set_, calls = client.alloc, module._set, []
+
+        async def failing_alloc(*args: Any, **more: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise kvxfer.KvxferError("no memory")
+            return await alloc(*args, **more)
+
+        def failing_set(*args: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("no")
+            set_(*args)
+
+        for target, name, failing in ((client, "alloc", failing_alloc), (module, "_set", failing_set)):
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, failing)
+                with pytest.raises((kvxfer.KvxferError, RuntimeError)):
+                    await rehome(client, caches)
+            assert [tensor.data_ptr() for value in caches.values() for tensor in value] == addresses
+        for name, value in caches.items():
+            assert all(map(torch.equal, value, before[name]))
+        await (await rehome(client, caches)).release()
+
+
+async def test_tensors_outlive_the_client() -> None:
+    """Closed without moving them out: the memory stays memory of this process, readable and writable."""
+    caches = one_allocation()
+    async with kvxfer.local() as client:
+        home = await rehome(client, caches)
+    for tensor in caches.values():
+        tensor.fill_(3)
+        assert float(tensor.sum()) == 3 * tensor.numel()
+    del home
+
+
+async def test_a_request_between_unlike_caches() -> None:
+    """From keys and values in allocations of their own, moved into kvxfer's memory, into one registered allocation."""
+    source, target = pairs(), one_allocation()
+    for tensor in target.values():
+        tensor.zero_()
+    async with kvxfer.local() as prefill, kvxfer.local() as decode:
+        home = await rehome(prefill, source)
+        (ours,) = cache_of(source, axes="BNHD").bind(home.regions)
+        found = cache_of(target, axes="BHNC")
+        (theirs,) = found.bind(await decode.register_many(found.storages))
+        table, blocks = kvxfer.BlockTable.of([5, 1, 3], 40), kvxfer.BlockTable.of([0, 4, 2], 40)
+        async with prefill.publish("request", ours, table) as ticket:
+            pulled = await decode.pull(ticket, theirs, blocks)
+        assert pulled.tokens == 40
+        for name, (keys, values) in source.items():
+            for token in range(40):
+                block, to, slot = [5, 1, 3][token // TOKENS], [0, 4, 2][token // TOKENS], token % TOKENS
+                assert torch.equal(target[name][to, :, slot, :DIM], keys[block, slot])
+                assert torch.equal(target[name][to, :, slot, DIM:], values[block, slot])
