@@ -13,6 +13,9 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3 || echo python3)
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+TORCH_VENV ?= .venv-torch
+# Asked when the index that pip is configured for has no CPU build of torch: the one of the project itself.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -23,7 +26,7 @@ PYTHON_FORMATTED := kvxfer tests examples benchmarks tools setup.py
 
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop vllm-env test-vllm sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-compare bench-peers format clean distclean
+.PHONY: help build demo demo-ascend-sim check check-static system-packages test test-debug test-asyncio test-uvloop torch-env test-torch vllm-env test-vllm sim soak cases cases-full fuzz analyze sanitize check-aarch64 bench bench-compare bench-peers format clean distclean
 
 help: ## what there is
 	@echo "usage: make <target> [ARGS=...] [PYTHON=...] [VENV=...]"
@@ -106,10 +109,32 @@ test: system-packages check-static ## checks, the suite in three event loop mode
 	wait $$other || failed=1
 	cat "$$log"
 	$(MAKE) --no-print-directory test-asyncio || failed=1
+	if $(MAKE) --no-print-directory torch-env; then
+	    $(MAKE) --no-print-directory test-torch || failed=1
+	else
+	    echo "SKIPPED [all] $(TORCH_TESTS): the environment of torch cannot be made here (make torch-env)"
+	fi
 	[ -z "$$failed" ]
 	$(MAKE) --no-print-directory sanitize
 	tools/system-packages --missing
 	echo "== all passed"
+
+# torch and transformers have an environment of their own (1.2 GB). kvxfer is there by its path, as it was built here.
+TORCH_TESTS := tests/integrations/test_torch.py tests/integrations/test_real_model.py
+$(TORCH_VENV)/.installed: requirements/torch.txt
+	@echo "== making $(TORCH_VENV)"
+	@$(PYTHON) -m venv $(TORCH_VENV)
+	@install="$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/torch.txt"
+	@$$install 2>/dev/null || $$install --extra-index-url $(TORCH_INDEX)
+	@echo "$(CURDIR)" >"$$($(TORCH_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvxfer.pth"
+	@$(TORCH_VENV)/bin/python -c 'import kvxfer, torch, transformers'
+	@touch $@
+
+torch-env: build $(TORCH_VENV)/.installed ## the environment of `make test-torch`: torch on the CPU and transformers beside kvxfer (1 min, 1.2 GB)
+
+test-torch: torch-env ## caches of torch tensors, and a real transformer prefilled and decoded in two processes
+	@echo "== torch"
+	@KVXFER_TEST_LOOP=asyncio HF_HUB_OFFLINE=1 $(TORCH_VENV)/bin/python -m pytest -q --durations=4 $(TORCH_TESTS) $(ARGS)
 
 # vLLM has an environment of its own (2.5 GB): it pins its own torch and numpy. kvxfer is there by its path, as it was built here.
 $(VLLM_VENV)/.installed: requirements/vllm.txt
@@ -172,4 +197,4 @@ clean: ## remove what was built (the venv stays)
 	find kvxfer tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the venv and the environments of peers
-	rm -rf $(VENV) $(VLLM_VENV) .bench-peers *.egg-info
+	rm -rf $(VENV) $(TORCH_VENV) $(VLLM_VENV) .bench-peers *.egg-info

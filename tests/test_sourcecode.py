@@ -74,7 +74,7 @@ TESTS_OF_MORE = (
     *("test_sourcecode.py", "test_deploy.py", "test_build.py", "test_docs.py", "test_ascend_flows.py"),
     "dataplane/test_addresses.py",  # several of one owner: reach and race
     "tools/test_system_packages.py",  # of a script that is no module
-    *("test_planner_ranks.py", "flows/test_ranks.py"),
+    *("test_planner_ranks.py", "flows/test_ranks.py", "integrations/test_real_model.py"),
     "integrations/vllm/engines/",
     *(
         "adversity/",

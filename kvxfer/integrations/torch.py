@@ -12,6 +12,7 @@ then on show other memory than their siblings, so their number is counted, and a
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -255,10 +256,10 @@ def _offsets(tensors: Sequence[torch.Tensor], storages: _Storages) -> Iterator[t
 
 
 def _require_alone(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor], region: int | None = None) -> None:
-    """No tensor besides these, and those that they are views of, has this storage."""
-    named = {id(tensor) for tensor in tensors}
-    bases = {id(base) for base in (tensor._base for tensor in tensors) if base is not None and _in(base, storage)}
-    others = _users(storage) - len(named | bases)
+    """No tensor has this storage besides these, and one that they are views of and that nobody else holds."""
+    known = {id(tensor) for tensor in tensors}
+    known |= {id(tensor._base) for tensor in tensors if _is_held_by_views_alone(tensor, storage)}
+    others = _users(storage) - len(known)
     if others > 0:
         kind = UsageError if region is None else RegionBusy
         raise kind(
@@ -269,8 +270,19 @@ def _require_alone(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor
         )
 
 
-def _in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    return tensor.untyped_storage()._cdata == storage._cdata
+def _is_held_by_views_alone(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether this is a view of a tensor in that storage, which no other Python object refers to."""
+    if tensor._base is None or tensor._base.untyped_storage()._cdata != storage._cdata:
+        return False
+    with torch.inference_mode(False):
+        unheld = _references(torch.empty(1, dtype=torch.uint8)[:])  # what torch itself counts
+    return _references(tensor) <= unheld
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """References to the Python object of the tensor that this one is a view of, those of this function included."""
+    base = tensor._base
+    return sys.getrefcount(base)
 
 
 def _settle(moves: Sequence[_Move], storages: Mapping[int, torch.UntypedStorage]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,6 +258,20 @@ async def test_tensors_outlive_the_client() -> None:
         tensor.fill_(3)
         assert float(tensor.sum()) == 3 * tensor.numel()
     del home
+
+
+async def test_what_the_page_shows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "geometry.md").read_text(encoding="utf-8")
+    shown = [text.split("```", 1)[0] for text in page.split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec("\n".join(text for text in shown if "cache_of" in text), names)
+    await names["main"]()
+    gc.collect()
+    async with kvxfer.local() as client:
+        with pytest.raises(UsageError, match="1 other tensors share"):
+            await names["move"](client)
+        del names["whole"]
+        await names["move"](client)
 
 
 async def test_a_request_between_unlike_caches() -> None:

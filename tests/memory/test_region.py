@@ -220,3 +220,40 @@ async def test_tables_that_do_not_fit_the_cache_are_refused_at_home() -> None:
         assert client.plane.engine.counters().grants == 0
         with pytest.raises(UsageError):
             kvxfer.KVCache(cache.layout, "region")  # type: ignore[arg-type]
+
+
+async def test_a_view_is_a_span_of_the_region_that_holds_it() -> None:
+    array = np.zeros((8, 64), np.float32)
+    async with kvxfer.local() as client:
+        region = await client.register(array)
+        for view, offset, length in (
+            (array, 0, 2048),
+            (array[3], 768, 256),
+            (array[1:7:2, 4], 272, 1028),  # from its first to its last byte
+            (array[::-1, ::-1], 0, 2048),
+            (memoryview(array[2]), 512, 256),
+        ):
+            span = region.view(view)
+            assert (span.region, span.offset, span.length) == (region, offset, length)
+        for other in (np.zeros(4), array.reshape(-1).view(np.uint8)[:0]):
+            with pytest.raises((OutOfRange, InvalidLength)):
+                region.view(other)
+        with pytest.raises(UsageError):
+            region.view(object())
+        part = await client.alloc(4096)
+        assert part.view(part.array[100:]).offset == 100
+        with pytest.raises(OutOfRange):
+            part.view(array)
+
+
+async def test_a_guard_refuses_the_release_until_it_has_nothing_to_say() -> None:
+    async with kvxfer.local() as client:
+        region = await client.alloc(4096)
+        why = "a tensor lies in it"
+        region.guard(lambda: why)
+        for drain in (False, True):
+            with pytest.raises(RegionBusy, match="a tensor lies in it"):
+                await region.release(drain=drain)
+        await client.put(region[0:8], region.descriptor(), target_offset=64)  # nothing has begun
+        why = ""
+        await region.release()

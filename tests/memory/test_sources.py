@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
-from kvxfer.memory.sources import at_address, borrow
+from kvxfer.memory.sources import at_address, borrow, place_of
 from kvxfer.native.types import MemoryKind
 
 
@@ -212,3 +212,30 @@ def test_bare_addresses() -> None:
 def test_impossible_addresses(address: object, length: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         at_address(address, length, MemoryKind.HBM, 0)
+
+
+class Storage:
+    """An untyped storage of torch, as far as it is used."""
+
+    device = "cpu"
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def element_size(self) -> int:
+        return 1
+
+    def nbytes(self) -> int:
+        return int(self._array.nbytes)
+
+
+def test_storages_by_all_their_bytes() -> None:
+    array = np.arange(64, dtype=np.uint8)
+    found = borrow(Storage(array))
+    assert (found.address, found.length) == (array.ctypes.data, 64)
+    assert place_of(Storage(array)) == (("host", array.ctypes.data), 64)
+    with pytest.raises(InvalidLength):
+        borrow(Storage(array[:0]))
