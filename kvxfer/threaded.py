@@ -15,7 +15,7 @@ import concurrent.futures.thread  # noqa: F401  its threads must outlive our end
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -153,20 +153,25 @@ class PushHandle(Handle[Push]):
 
     def __init__(self, client: ThreadedClient, key: Hashable, what: str) -> None:
         super().__init__(client, key, what)
-        self._feed: asyncio.Queue[tuple[tuple[Any, ...], dict[str, Any]] | None] = asyncio.Queue()
+        self._feed: asyncio.Queue[Callable[[Push], Awaitable[object] | None] | None] = asyncio.Queue()
 
-    def layer(self, *arguments: Any, **options: Any) -> None:
+    def layer(self, index: int, tokens: range | None = None) -> None:
         """`Push.layer`: what is wrong with it is the handle's error. Its memory stays as it is until the push ended.
 
         Raises the handle's error when it has ended.
         """
-        self._give((arguments, options))
+        self._give(lambda push: push.layer(index, tokens))
+
+    def extend(self, blocks: Iterable[int]) -> None:
+        """`Push.extend`, in order with the layers."""
+        more = list(blocks)
+        self._give(lambda push: push.extend(more))
 
     def finish(self) -> None:
         """All layers were given: the handle ends when they are there and committed."""
         self._give(None)
 
-    def _give(self, item: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def _give(self, item: Callable[[Push], Awaitable[object] | None] | None) -> None:
         if self.done:
             raise self.error or ClosedError(f"{self._what} has ended")
         self._client._tell(partial(self._feed.put_nowait, item))
@@ -179,8 +184,9 @@ class PushHandle(Handle[Push]):
                     item = await self._feed.get()
                 if item is None:
                     return push
-                arguments, options = item
-                await push.layer(*arguments, **options)
+                step = item(push)
+                if step is not None:
+                    await step
 
 
 class ThreadedClient:

@@ -164,6 +164,21 @@ def test_push_is_fed_layer_by_layer(client: ThreadedClient, other: ThreadedClien
     assert_equal(source, sink)
 
 
+def test_chunks_are_fed_as_they_are_computed(client: ThreadedClient, other: ThreadedClient) -> None:
+    source, sink = cache_of(client), cache_of(other)
+    offered = other.submit_offer("r-9", sink, TABLE)
+    begun = kvxfer.BlockTable.of([3], tokens=40)
+    push = client.submit_push("r-9", to=other.addresses, cache=source, table=begun)
+    for first, last, more in ((0, 16, ()), (16, 40, (1, 6))):
+        push.extend(more)
+        for layer in range(3):
+            push.layer(layer, range(first, last))
+    push.finish()
+    assert push.result(LIMIT).bytes_done == 3 * 2 * 40 * 2 * 8 * 4
+    assert offered.result(LIMIT).committed
+    assert_equal(source, sink)
+
+
 def test_a_push_that_is_not_fed_ends_by_its_deadline(client: ThreadedClient, other: ThreadedClient) -> None:
     source, sink = cache_of(client), cache_of(other)
     offered = other.submit_offer("r-4", sink, TABLE)

@@ -7,8 +7,10 @@ Leaving the block commits; an exception aborts: every write is ended first, then
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,8 @@ from kvxfer.errors import (
     GeometryMismatch,
     KvxferError,
     LeaseExpired,
+    OutOfRange,
+    OverlapError,
     PeerLost,
     ProtocolError,
     TransferCancelled,
@@ -34,12 +38,15 @@ from kvxfer.errors import (
 )
 from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import (
+    BLOCKS_INLINE_MAX,
     LayerPart,
     Reaching,
     TransferOffer,
+    complete_plan,
     from_peer,
     negotiate,
     of_layer,
+    off_loop,
     prepared_layer,
     unpack_map,
 )
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
     from kvxfer.client import Client
 
 LAYERS_IN_FLIGHT_MAX = 8
+PLANS_KEPT_MAX = 8
 COMMITTED = "committed"  # why an owner withdraws an offer that has reached its aim
 
 
@@ -64,6 +72,9 @@ class Push:
 
     `layer` returns as soon as the layer is in the engine's hands (at most `LAYERS_IN_FLIGHT_MAX` at a time); its memory
     must stay as it is until the block is left. ``bytes_done`` and ``transport`` tell what was moved and how.
+
+    A layer may also go in ranges of positions, as a chunked prefill computes them: ``tx.layer(i, range(0, 512))``, and
+    the table may grow meanwhile (`extend`). ``segments`` and ``seconds`` (from entering to the commit) tell the rest.
 
     The push writes what it has in common with the offer; of a layer that the offer does not want, nothing. ``covered``
     is True when other pushes write all of that: then this one moves nothing, and leaving its block is a success.
@@ -105,17 +116,25 @@ class Push:
         self._committing = False
         self._committed_there = False  # the other side says so; our acknowledgement may still be on its way
         self._ended_by: KvxferError | None = None
+        self._chunks: dict[int, _Chunks] = {}  # layers that are written in ranges
+        self._plans: OrderedDict[range, Plan] = OrderedDict()  # of the latest ranges
+        self._short = False  # the table did not name all blocks at first
+        self._began = 0.0
         self.request_id = request_id
         self.covered = False
-        self.bytes_done = 0
+        self.bytes_done = self.segments = 0
+        self.seconds = 0.0
         self.transport = ""
 
     async def __aenter__(self) -> Push:
         if self._entered:
             raise UsageError("a push is entered once", hint="make another one")
         self._cache.require(self._client.plane)
-        self._cache.check_table(self._table, may_repeat=True)
+        layout, known = self._cache.layout, _known(self._table, self._cache.layout)
+        self._cache.check_table(known, may_repeat=True)
+        self._short = known is not self._table
         self._entered = True
+        self._began = asyncio.get_running_loop().time()
         deadline = self._deadline = Deadline.after(self._timeout)
         self._client.enter(self, self._client_closed)
         try:
@@ -124,7 +143,7 @@ class Push:
                 return self
             self._peer = await self._read(body)
             plan = await negotiate(
-                *(self._cache.layout, self._table, self._peer.layout, self._peer.table),
+                *(layout, _filled(self._table, layout), self._peer.layout, self._peer.table),
                 ignore_fingerprint=self._client.config.ignore_fingerprint,
                 within=box_of(self._peer.layout, self._peer.table),
             )
@@ -154,11 +173,19 @@ class Push:
             hint="upgrade the daemons of both nodes",
         )
 
-    async def layer(self, index: int) -> Transfer:
+    async def layer(self, index: int, tokens: range | None = None) -> Transfer:
         """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in
         flight.
+
+        ``tokens``: only these positions of it, counted as the table's ``first_token`` is; each of them once, in any
+        order. The other side is told when all of them are there. Raises `OverlapError` for one that was given before,
+        `OutOfRange` for one that the table does not have, or of which it does not know the block yet (see `extend`).
         """
+        if tokens is not None or self._short:
+            return await self._chunk(index, self._positions if tokens is None else tokens)
         plan, peer, deadline = self._require(index)
+        if index in self._chunks:
+            raise OverlapError("parts of this layer were already pushed", field="layer", value=index)
         self._layers.add(index)
         if plan is None or peer is None or self._number(index) not in plan.box.layers:
             return nothing_to_move(self._client.plane, self.request_id)
@@ -181,6 +208,118 @@ class Push:
             if not started:
                 self._layers.discard(index)
         return transfer
+
+    def extend(self, blocks: Iterable[int]) -> None:
+        """Blocks of our own that did not exist yet when the push began: they follow those that the table names.
+
+        Raises `OutOfRange` for one that the cache does not have.
+        """
+        self._raise_if_failed()
+        if self._claim is None and not self.covered:
+            raise ClosedError(f"the push of {self.request_id} is not open")
+        old = self._table
+        more = BlockTable.of([*old.blocks.tolist(), *blocks], old.tokens, old.first_token, first_slot=old.first_slot)
+        self._cache.check_table(_known(more, self._cache.layout), may_repeat=True)
+        self._table = more
+
+    @property
+    def _positions(self) -> range:
+        return range(self._table.first_token, self._table.first_token + self._table.tokens)
+
+    async def _chunk(self, index: int, tokens: range) -> Transfer:
+        """Write some positions of a layer."""
+        plan, peer, deadline = self._require(index)
+        self._require_positions(tokens)
+        chunks = self._chunks.setdefault(index, _Chunks(len(self._positions)))
+        chunks.give(tokens)
+        if chunks.complete:
+            self._layers.add(index)
+        if plan is None or peer is None or self._number(index) not in plan.box.layers:
+            chunks.under_way -= 1
+            return nothing_to_move(self._client.plane, self.request_id)
+        started = False
+        try:
+            transfer = await self._write_chunk(index, tokens, chunks, (plan, peer, deadline))
+            started = True
+        finally:
+            if not started:
+                chunks.take_back(tokens)
+                self._layers.discard(index)
+        return transfer
+
+    async def _write_chunk(
+        self, index: int, tokens: range, chunks: _Chunks, how: tuple[Plan, TransferOffer, Deadline]
+    ) -> Transfer:
+        plan, peer, deadline = how
+        part = await self._plan_of(plan, peer, tokens)
+        parts = []
+        if part is not None:
+            parts = await prepared_layer(part, index, OpKind.PUT, self._cache, peer, self._client.config.segments_max)
+        if not parts:
+            transfer = nothing_to_move(self._client.plane, self.request_id)
+        else:
+            async with deadline.bound(f"there was room for layer {index}", ROOM):
+                await self._room.acquire()
+            try:
+                self._raise_if_failed()
+                transfer = self._start_layer(index, self._work(parts, peer), deadline)
+            except BaseException:
+                self._room.release()
+                raise
+        transfer.on_settled(partial(self._chunk_settled, index, chunks))
+        return transfer
+
+    async def _plan_of(self, plan: Plan, peer: TransferOffer, tokens: range) -> Plan | None:
+        """The plan of these positions, which is the same for each layer; None when the offer wants none of them."""
+        start, stop = max(tokens.start, plan.box.tokens.start), min(tokens.stop, plan.box.tokens.stop)
+        wanted = range(start, max(start, stop))
+        if not wanted:
+            return None
+        found = self._plans.get(wanted)
+        if found is None:
+            layout, table = self._cache.layout, _known(self._table, self._cache.layout)
+            found = await off_loop(
+                len(table.blocks) + len(peer.table.blocks) > BLOCKS_INLINE_MAX,
+                partial(
+                    complete_plan,
+                    *(layout, table, peer.layout, peer.table),
+                    ignore_fingerprint=self._client.config.ignore_fingerprint,
+                    within=replace(plan.box, tokens=wanted),
+                ),
+            )
+            self._plans[wanted] = found
+            while len(self._plans) > PLANS_KEPT_MAX:
+                self._plans.popitem(last=False)
+        return found
+
+    def _require_positions(self, tokens: object) -> None:
+        own = self._positions
+        if not isinstance(tokens, range) or tokens.step != 1 or tokens.stop < tokens.start:
+            hint = "range(512, 1024) are 512 positions"
+            raise UsageError("tokens is a range of positions", field="tokens", value=repr(tokens)[:40], hint=hint)
+        if tokens.start < own.start or tokens.stop > own.stop:
+            raise OutOfRange(
+                "the table does not have these positions",
+                field="tokens",
+                value=f"{tokens.start}..{tokens.stop}",
+                limit=f"{own.start}..{own.stop}",
+            )
+        known = _known(self._table, self._cache.layout)
+        if tokens and tokens.stop > known.first_token + known.tokens:
+            raise OutOfRange(
+                "the blocks of these positions are not known yet",
+                field="tokens",
+                value=f"{tokens.start}..{tokens.stop}",
+                limit=f"{own.start}..{known.first_token + known.tokens}",
+                hint="name them with extend(blocks) first",
+            )
+
+    def _chunk_settled(self, index: int, chunks: _Chunks, done: Transfer) -> None:
+        """When all positions of a layer are there the other side is told, behind the last of them."""
+        chunks.under_way -= 1
+        if not chunks.under_way and chunks.complete and self._plan is not None and self._claim is not None:
+            tag = tags.pack(tags.LAYER, self._claim.claim, self._number(index))
+            self._tell_later(done, tag, self._plan.layer_elements)
 
     def _number(self, index: int) -> int:
         """What both sides call one of our layers."""
@@ -272,23 +411,32 @@ class Push:
         assert self._plan is not None
         tag = tags.pack(tags.LAYER, self._claim.claim, self._number(index))
         notice = (tag, self._plan.layer_elements)
-        work = [
+        work = self._work(parts, peer)
+        if len(work) == 1:  # told behind the bytes; when there are several submits, by one of its own afterwards
+            work[0].notify = notice
+        transfer = self._start_layer(index, work or [self._bare_notification(*notice)], deadline)
+        if len(parts) > 1:
+            transfer.on_settled(lambda done: self._tell_later(done, *notice))
+        return transfer
+
+    def _work(self, parts: Sequence[LayerPart], peer: TransferOffer) -> list[WorkRequest]:
+        return [
             WorkRequest(
                 kind=OpKind.PUT,
                 region=part.region,
                 descriptor=peer.descriptors[part.descriptor],
                 segments=part.segments,
                 moves=part.bytes,
-                # Told behind the bytes when they are all in one submit, else by a submit of its own afterwards.
-                notify=notice if len(parts) == 1 else None,
                 check=peer.check and part.bytes > 0,
             )
             for part in parts
-        ] or [self._bare_notification(*notice)]
+        ]
+
+    def _start_layer(self, index: int, work: list[WorkRequest], deadline: Deadline) -> Transfer:
         transfer = self._start(work, deadline.require(f"layer {index} was written", TRANSFERRING))
+        for part in work:
+            self.segments += 0 if part.segments is None else len(part.segments)
         transfer.on_settled(partial(self._layer_settled, index))
-        if len(parts) > 1:
-            transfer.on_settled(lambda done: self._tell_later(done, *notice))
         return transfer
 
     def _start(self, work: Sequence[WorkRequest], timeout: float) -> Transfer:
@@ -344,6 +492,7 @@ class Push:
                 f"the push of {self.request_id} was left before all its layers were written; nothing is committed",
                 layers=layers,
                 written=len(self._layers),
+                positions_missing=sum(each.total - each.given for each in self._chunks.values()) or None,
                 hint="call layer(i) for every layer, or layers(), inside the block",
             )
         await self._drain_running()
@@ -357,6 +506,7 @@ class Push:
                 if self._ended_by is not None:
                     raise self._ended_by from None
                 raise
+        self.seconds = asyncio.get_running_loop().time() - self._began
         self._finish("done", None)
 
     @property
@@ -405,6 +555,59 @@ class Push:
         if self._peer is not None:
             for descriptor in self._peer.descriptors:
                 self._client.plane.forget(descriptor)
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """A layer that is written in ranges of positions: those that were given, ascending, and how many are under way."""
+
+    total: int
+    ranges: list[range] = field(default_factory=list)
+    given: int = 0
+    under_way: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.given == self.total
+
+    def give(self, tokens: range) -> None:
+        """Refuses what overlaps one of them."""
+        place = bisect_left(self.ranges, tokens.start, key=lambda each: each.start)
+        for other in self.ranges[max(0, place - 1) : place + 1]:
+            if max(tokens.start, other.start) < min(tokens.stop, other.stop):
+                raise OverlapError(
+                    "some of these positions of the layer were already pushed",
+                    field="tokens",
+                    value=f"{tokens.start}..{tokens.stop}",
+                    other=f"{other.start}..{other.stop}",
+                )
+        if tokens:
+            self.ranges.insert(place, tokens)
+        self.given += len(tokens)
+        self.under_way += 1
+
+    def take_back(self, tokens: range) -> None:
+        if tokens:
+            self.ranges.remove(tokens)
+        self.given -= len(tokens)
+        self.under_way -= 1
+
+
+def _known(table: BlockTable, layout: CacheLayout) -> BlockTable:
+    """The table as far as it names blocks: itself when it names all that its tokens need."""
+    if not isinstance(table, BlockTable):
+        return table  # the check of tables says so
+    held = max(0, len(table.blocks) * layout.geometry.block_tokens - table.slot(layout.geometry.block_tokens))
+    return table if table.tokens <= held else replace(table, tokens=held)
+
+
+def _filled(table: BlockTable, layout: CacheLayout) -> BlockTable:
+    """The table with block 0 in the place of those that it does not name: good for boxes, not for offsets."""
+    block_tokens = layout.geometry.block_tokens
+    missing = -(-(table.slot(block_tokens) + table.tokens) // block_tokens) - len(table.blocks)
+    if missing <= 0:
+        return table
+    return replace(table, blocks=np.concatenate([table.blocks, np.zeros(missing, np.int64)]))
 
 
 def landing_layout(source: CacheLayout, table: BlockTable) -> tuple[CacheLayout, BlockTable, int]:
