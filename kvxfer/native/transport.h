@@ -229,7 +229,7 @@ kvx_grant_link *kvx_grant_link_of(kvx_grant *grant, uint32_t slot);
  * kvx_access_end on every path. Refuses with KVX_E_UNKNOWN, KVX_E_STALE, KVX_E_REVOKED. Access rights are checked by
  * kvx_access_allow after the key was verified, so that the error does not tell a stranger anything. */
 int kvx_access_begin(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
-/* The same for transports that reach memory of devices (kvx_move of device_memory.h); the plain one refuses such a
+/* The same for transports that reach memory of devices (kvx_move of core/device_memory.h); the plain one refuses such a
  * grant with KVX_E_UNSUPPORTED, since its caller would touch the bytes. */
 int kvx_access_begin_any(kvx_core *core, uint64_t grant, uint64_t generation, kvx_access *access_p);
 int kvx_access_allow(const kvx_access *access, uint32_t rights);
@@ -272,5 +272,7 @@ extern const kvx_transport_ops kvx_transport_tcp;
 extern const kvx_transport_ops kvx_transport_hixl;
 /* The decorator: opens `inner` inside itself and forwards every slot. */
 int kvx_transport_fault_wrap(const kvx_transport_ops *inner, kvx_transport_ops *wrapped_p);
+/* "tcp" or "fault+tcp"; KVX_E_NO_TRANSPORT when this build has none of that name. */
+int kvx_transport_find(const char *name, kvx_transport_ops *ops_p);
 
 #endif

@@ -429,13 +429,14 @@ bool kvx_ascend_acl_start(kvx_ascend_facts *facts, kvx_ascend_text *why) {
         raw = ACL.aclrtGetDeviceCount(&count);
     }
     if (raw != 0) {
-        kvx_ascend_say(why, "%s of %s answered %d: %.400s. Look at the driver and at /dev/davinci*: `npu-smi info`. ",
-                       call, facts->acl_path, raw, ascend_acl_last_error());
+        kvx_ascend_append(why,
+                          "%s of %s answered %d: %.400s. Look at the driver and at /dev/davinci*: `npu-smi info`. ",
+                          call, facts->acl_path, raw, ascend_acl_last_error());
         return false;
     }
     if (count == 0) {
-        kvx_ascend_say(why, "%s is there, and no device: look at /dev/davinci* and ASCEND_RT_VISIBLE_DEVICES. ",
-                       facts->acl_path);
+        kvx_ascend_append(why, "%s is there, and no device: look at /dev/davinci* and ASCEND_RT_VISIBLE_DEVICES. ",
+                          facts->acl_path);
         return false;
     }
     devices = facts->devices = count < DEVICES_MAX ? count : DEVICES_MAX;
@@ -475,6 +476,5 @@ bool kvx_ascend_acl_bind(void *library, kvx_ascend_api *api, kvx_ascend_text *mi
     api->ipc_import = ascend_acl_ipc_import;
     api->ipc_close = ascend_acl_ipc_close;
     api->last_error = ascend_acl_last_error;
-    kvx_ascend_copy_bind(api);
     return true;
 }

@@ -89,7 +89,5 @@ typedef struct acl_place {
 
 /* Find it: what we allocated ourselves is known, otherwise the library is asked. KVX_E_UNSUPPORTED: it cannot tell. */
 int kvx_ascend_locate(const void *memory, acl_place *place_p, uint32_t *raw_p);
-/* The half of the table that ascend_copy.c fills. */
-void kvx_ascend_copy_bind(kvx_ascend_api *api);
 
 #endif

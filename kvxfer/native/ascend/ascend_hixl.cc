@@ -135,16 +135,14 @@ Str ascend_hixl_to_str(const char *source) {
 
 /* -- exceptions ---------------------------------------------------------------------------------------------------- */
 
-thread_local char thrown[KVX_ASCEND_TEXT_MAX];
-
 void ascend_hixl_save_exception(const char *what) noexcept {
-    std::snprintf(thrown, sizeof thrown, "an exception came out of the HIXL library: %s", what);
+    std::snprintf(kvx_ascend_exception(), KVX_ASCEND_TEXT_MAX, "an exception came out of the HIXL library: %s", what);
 }
 
 /* Make a call that answers with a vendor status; ours is the answer. */
 template <typename Call> int ascend_hixl_guard(std::uint32_t *raw_p, Call call) noexcept {
     std::uint32_t raw = KVX_ASCEND_RAW_EXCEPTION;
-    thrown[0] = 0;
+    kvx_ascend_exception()[0] = 0;
     try {
         raw = call();
     } catch (const std::exception &error) {
@@ -267,7 +265,8 @@ bool ascend_hixl_options_are_known(const kvx_ascend_option *options, std::uint32
 }
 
 void ascend_hixl_destroy_object(void *object) noexcept {
-    char first[sizeof thrown]; /* taking the object apart may throw, too, and says less */
+    char *thrown = kvx_ascend_exception();
+    char first[KVX_ASCEND_TEXT_MAX]; /* taking the object apart may throw, too, and says less */
     std::memcpy(first, thrown, sizeof first);
     ascend_hixl_guard(nullptr, [object] {
         hixl.destroy(object);
@@ -308,7 +307,7 @@ int ascend_hixl_engine_open(std::int32_t device, const char *local, const kvx_as
         why_size = sizeof nowhere;
     }
     *why = 0;
-    thrown[0] = 0;
+    kvx_ascend_exception()[0] = 0;
     if (!local || (option_count && !options) || !ascend_hixl_local_is_sound(local, why, why_size) ||
         !ascend_hixl_options_are_known(options, option_count, why, why_size))
         return ascend_hixl_on_invalid(raw_p);
@@ -338,8 +337,8 @@ int ascend_hixl_engine_open(std::int32_t device, const char *local, const kvx_as
         ascend_hixl_destroy_object(engine->object);
         delete engine; /* nobody else has seen it */
     }
-    if (*thrown)
-        std::snprintf(why, why_size, "%s", thrown);
+    if (*kvx_ascend_exception())
+        std::snprintf(why, why_size, "%s", kvx_ascend_exception());
     else if (status == KVX_E_NOMEM)
         std::snprintf(why, why_size, "out of memory");
     else
@@ -499,13 +498,6 @@ int ascend_hixl_capability(std::int32_t feature, std::int32_t *value_p, std::uin
 }
 
 } // namespace
-
-extern "C" const char *kvx_ascend_exception_text(void) {
-    static thread_local char last[sizeof thrown];
-    std::memcpy(last, thrown, sizeof last);
-    thrown[0] = 0;
-    return last;
-}
 
 extern "C" bool kvx_ascend_hixl_bind(void *library, void *meta, kvx_ascend_api *api, kvx_ascend_text *missing) {
     std::size_t before = missing->used;

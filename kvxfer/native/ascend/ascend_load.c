@@ -12,7 +12,6 @@
 #include <limits.h>
 #include <link.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,25 +53,6 @@ static kvx_ascend_api table;
 static bool usable;
 static pid_t owner;
 static char reason[WHY_BYTES];
-
-void kvx_ascend_say(kvx_ascend_text *text, const char *format, ...) {
-    if (text->used + 1 >= text->size)
-        return;
-    va_list list;
-    va_start(list, format);
-    int written = vsnprintf(text->data + text->used, text->size - text->used, format, list);
-    va_end(list);
-    size_t room = text->size - text->used - 1;
-    if (written > 0)
-        text->used += (size_t)written < room ? (size_t)written : room;
-}
-
-void *kvx_ascend_symbol(void *library, const char *name, kvx_ascend_text *missing) {
-    void *symbol = dlsym(library, name);
-    if (!symbol && missing)
-        kvx_ascend_say(missing, "%s%s", missing->used ? ", " : "", name);
-    return symbol;
-}
 
 static void ascend_load_copy_text(char *target, size_t size, const char *source) {
     if (size)
@@ -133,7 +113,7 @@ static void *ascend_load_take_loaded(search *look, const char *const *names, boo
         ascend_load_directory_of(library, directory);
         if (!look->only || ascend_load_same_directory(directory, look->directories[0]))
             return library;
-        kvx_ascend_say(
+        kvx_ascend_append(
             &look->why,
             "This process has loaded %s already, which is not in KVXFER_CANN_LIBDIR (%s): unset the variable, "
             "or start the process without the other user of the libraries. ",
@@ -150,14 +130,14 @@ static void *ascend_load_from(search *look, const char *directory, const char *c
         if ((size_t)snprintf(path, sizeof path, "%s/%s", directory, *names) >= sizeof path)
             continue;
         if (access(path, F_OK) != 0) {
-            kvx_ascend_say(&look->why, "%s: not there. ", path);
+            kvx_ascend_append(&look->why, "%s: not there. ", path);
             continue;
         }
         void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (library)
             return library;
         const char *error = dlerror();
-        kvx_ascend_say(&look->why, "%s: %s. ", path, error ? error : "cannot be loaded");
+        kvx_ascend_append(&look->why, "%s: %s. ", path, error ? error : "cannot be loaded");
     }
     return NULL;
 }
@@ -168,7 +148,7 @@ static void *ascend_load_by_name(search *look, const char *const *names) {
         if (library)
             return library;
         const char *error = dlerror();
-        kvx_ascend_say(&look->why, "%s. ", error ? error : *names);
+        kvx_ascend_append(&look->why, "%s. ", error ? error : *names);
     }
     return NULL;
 }
@@ -202,7 +182,7 @@ static void *ascend_load_acl(search *look) {
     }
     for (unsigned index = 0; index < look->count && !refused; index++) {
         if (!ascend_load_has_hixl(look->directories[index])) { /* its ACL would be of a toolkit without HIXL */
-            kvx_ascend_say(&look->why, "%s/%s: not there. ", look->directories[index], hixl_names[0]);
+            kvx_ascend_append(&look->why, "%s/%s: not there. ", look->directories[index], hixl_names[0]);
             continue;
         }
         library = ascend_load_from(look, look->directories[index], acl_names);
@@ -233,9 +213,9 @@ static bool ascend_load_weak_symbols_resolved(search *look, void *hixl, const ch
     bool all = true;
     for (const char *const *name = weak_names; *name; name++)
         if (!dlopen(*name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) && !ascend_load_loads_lazily(look, hixl, *name)) {
-            kvx_ascend_say(&look->why,
-                           "%s is not loaded, though %s refers to it weakly: its first call would jump to address 0. ",
-                           *name, hixl_path);
+            kvx_ascend_append(
+                &look->why, "%s is not loaded, though %s refers to it weakly: its first call would jump to address 0. ",
+                *name, hixl_path);
             all = false;
         }
     return all;
@@ -246,15 +226,17 @@ static bool ascend_load_bind_all(search *look, void *acl, void *meta, void *hixl
     kvx_ascend_text missing = {names, sizeof names, 0};
     bool whole = kvx_ascend_acl_bind(acl, &table, &missing);
     if (!whole)
-        kvx_ascend_say(&look->why, "%s lacks %s. ", table.facts.acl_path, names);
+        kvx_ascend_append(&look->why, "%s lacks %s. ", table.facts.acl_path, names);
+    else
+        kvx_ascend_copy_bind(&table);
     missing.used = 0;
     names[0] = 0;
     if (!kvx_ascend_hixl_bind(hixl, meta, &table, &missing)) {
-        kvx_ascend_say(&look->why, "%s and %s lack %s. ", table.facts.hixl_path, table.facts.meta_path, names);
+        kvx_ascend_append(&look->why, "%s and %s lack %s. ", table.facts.hixl_path, table.facts.meta_path, names);
         whole = false;
     }
     if (!whole)
-        kvx_ascend_say(&look->why, "A toolkit of 8.5 or newer is needed. ");
+        kvx_ascend_append(&look->why, "A toolkit of 8.5 or newer is needed. ");
     return whole;
 }
 
@@ -265,7 +247,7 @@ static bool ascend_load_all(search *look) {
     if (meta)
         hixl = ascend_load_other(look, hixl_names);
     if (!hixl) {
-        kvx_ascend_say(&look->why, WHAT_TO_DO);
+        kvx_ascend_append(&look->why, WHAT_TO_DO);
         return false;
     }
     kvx_ascend_facts *facts = &table.facts;
@@ -275,7 +257,7 @@ static bool ascend_load_all(search *look) {
     look->why.used = 0; /* earlier candidates no longer matter */
     look->why.data[0] = 0;
     if (!ascend_load_weak_symbols_resolved(look, hixl, facts->hixl_path)) {
-        kvx_ascend_say(&look->why, WHAT_TO_DO);
+        kvx_ascend_append(&look->why, WHAT_TO_DO);
         return false;
     }
     if (!ascend_load_bind_all(look, acl, meta, hixl))

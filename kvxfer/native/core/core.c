@@ -19,10 +19,6 @@
 #include <time.h>
 #include <unistd.h>
 
-static const kvx_transport_ops *const KNOWN[] = {&kvx_transport_loop, &kvx_transport_shm, &kvx_transport_tcp,
-                                                 &kvx_transport_hixl};
-#define KNOWN_COUNT (sizeof(KNOWN) / sizeof(KNOWN[0]))
-
 void kvx_panic(const char *condition, const char *file, int line) {
     fprintf(stderr, "kvxfer: broken invariant: %s (%s:%d)\n", condition, file, line);
     abort();
@@ -336,13 +332,11 @@ static bool core_ops_are_complete(const kvx_transport_ops *ops) {
 /* `name` is "tcp" or "fault+tcp". */
 static int core_transport_open(kvx_core *core, const char *name, char *why, size_t why_size) {
     const char *base = strncmp(name, "fault+", 6) == 0 ? name + 6 : name;
-    size_t which = 0;
-    while (which < KNOWN_COUNT && strcmp(KNOWN[which]->name, base) != 0) {
-        which++;
-    }
-    if (which == KNOWN_COUNT) {
+    kvx_transport_ops ops;
+    int status = kvx_transport_find(name, &ops);
+    if (status == KVX_E_NO_TRANSPORT) {
         core_set_error(why, why_size, "transport '%s' is not part of this build", base);
-        return KVX_E_NO_TRANSPORT;
+        return status;
     }
     for (uint32_t i = 0; i < core->slot_count; i++) {
         if (strcmp(core->slots[i].info.name, base) == 0) {
@@ -354,13 +348,10 @@ static int core_transport_open(kvx_core *core, const char *name, char *why, size
     }
     uint32_t index = core->slot_count;
     kvx_slot *slot = &core->slots[index];
-    slot->ops = *KNOWN[which];
-    if (base != name) {
-        int status = kvx_transport_fault_wrap(KNOWN[which], &slot->ops);
-        if (status != KVX_OK) {
-            return core_set_error(why, why_size, "cannot decorate transport '%s'", base);
-        }
+    if (status != KVX_OK) {
+        return core_set_error(why, why_size, "cannot decorate transport '%s'", base);
     }
+    slot->ops = ops;
     if (!core_ops_are_complete(&slot->ops)) {
         core_set_error(why, why_size, "the table of transport '%s' has a hole or another ABI number", base);
         return KVX_E_INTERNAL;
@@ -369,9 +360,9 @@ static int core_transport_open(kvx_core *core, const char *name, char *why, size
         slot->wake_fds[i] = -1;
     }
     slot->threads = 1;
-    slot->manual = which == 0 && (core->config.flags & KVX_ENGINE_MANUAL) != 0;
+    slot->manual = strcmp(base, "loop") == 0 && (core->config.flags & KVX_ENGINE_MANUAL) != 0;
     snprintf(core->counters->names[index], KVX_NAME_MAX, "%s", base);
-    int status = slot->ops.open(core, index, &core->config, &slot->transport, why, why_size);
+    status = slot->ops.open(core, index, &core->config, &slot->transport, why, why_size);
     for (uint32_t i = 0; status == KVX_OK && i < slot->threads; i++) {
         if (kvx_core_wake_fd(core, index, i) < 0) {
             slot->ops.close(slot->transport);

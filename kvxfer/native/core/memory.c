@@ -5,7 +5,7 @@
 #define _GNU_SOURCE
 #include "memory/backing.h"
 #include "core/core.h"
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 #include "memory/pages.h"
 
 #include <errno.h>

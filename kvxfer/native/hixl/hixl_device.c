@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 
 #define OPTIONS_MAX 16
 #define PORT_TRIES  4 /* a port that was free a moment ago may be taken by now */

@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 
 #include "memory/copy.h"
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 
 #define TURN_CHUNKS  8                     /* copied before a job queues up again */
 #define VECTORS_MAX  1024                  /* IOV_MAX of the kernel */

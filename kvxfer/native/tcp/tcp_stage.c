@@ -17,7 +17,7 @@
 #include <time.h>
 
 #include "ascend/ascend.h"
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 
 #define YIELDS      100 /* looks at the driver, before it is given time */
 #define LOOK_ROUNDS 64  /* looks at the driver, for one at the rest */

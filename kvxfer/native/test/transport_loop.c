@@ -13,7 +13,7 @@
 
 #include "proto/auth.h"
 #include "list.h"
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 #include "transport.h"
 
 enum item_kind { ITEM_CONNECT, ITEM_IMPORT, ITEM_CLOSE, ITEM_OP };

@@ -5,7 +5,7 @@
 #ifndef KVX_FUZZ_CORE_H
 #define KVX_FUZZ_CORE_H
 
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 #include "fuzz.h"
 #include "transport.h"
 

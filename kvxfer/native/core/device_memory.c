@@ -1,6 +1,6 @@
 /* device_memory.c: arenas of device memory and of pinned host memory; see device_memory.h. */
 #define _GNU_SOURCE
-#include "memory/device_memory.h"
+#include "core/device_memory.h"
 #include "list.h"
 
 #include <inttypes.h>
