@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,14 +16,17 @@ from kvxfer.addresses import format_address, parse_address
 from kvxfer.block_parts import BlockParts
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import TransportError
+from kvxfer.logs import logger
 from kvxfer.native.engine import Engine, Event, EventKind, RegionInfo
 from kvxfer.native.types import MemoryKind, TransportInfo
+from kvxfer.tasks import to_the_end
 
 if TYPE_CHECKING:
     from kvxfer.dataplane.connections import Import
     from kvxfer.dataplane.plane import DataPlane
     from kvxfer.memory.region import Region
 
+log = logger("kvxfer.exports")
 
 # -- memory of a peer of this host, where it is: as a view for the CPU, or as an address for a device's kernels --------
 
@@ -298,9 +302,32 @@ class OwnMemory:
     def _given_up(self, reason: str, event: Event) -> None:
         self._unexpected.add("notice", reason)
 
+    async def evacuate(self) -> None:
+        """Move out what lies in our memory before it goes; a cancellation is raised when that is done."""
+        regions = (region for same in self._regions.values() for region in same)
+        moves = [move for region in regions for move in region.evacuations]
+        if not moves:
+            return
+        with ThreadPoolExecutor(1, "kvxfer-evacuate") as own:
+            try:
+                own.submit(int)
+            except RuntimeError:  # no thread can be started: the loop waits
+                _run_all(moves)
+            else:
+                await to_the_end(own, _run_all, moves)
+
     def closed(self) -> None:
         """The engine is closed, and with it all of this is gone."""
         for region in [region for same in self._regions.values() for region in same]:
             region.plane_closed()
         self._regions.clear()
         self.kinds.clear()
+
+
+def _run_all(moves: Sequence[Callable[[], None]]) -> None:
+    """One that fails keeps no other from being made."""
+    for move in moves:
+        try:
+            move()
+        except Exception:
+            log.exception("what lay in memory of this client could not be moved out: it holds zeros from now on")

@@ -529,7 +529,10 @@ class DataPlane:
         try:
             await self._tasks.aclose()
         finally:
-            await self._close_engine()
+            try:
+                await self.memory.evacuate()
+            finally:
+                await self._close_engine()
         await asyncio.sleep(0)  # the completions that closing brought reach their transfers
         self._line.check_idle()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -148,9 +149,9 @@ def _copy(storage: torch.UntypedStorage, region: Region) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """A tensor and where it lies: which storage, and how many elements from its begin."""
+    """A tensor and where it lies: which storage, and how many elements from its begin. The tensor is not kept alive."""
 
-    tensor: torch.Tensor
+    tensor: weakref.ref[torch.Tensor]
     storage: int
     offset: int
 
@@ -159,32 +160,44 @@ class Home:
     """Regions that tensors were moved into, in the order of `TensorCaches.storages`.
 
     While a tensor lies in one of them, `Region.release` refuses it (`RegionBusy`). `release` moves the tensors out
-    again first. When the client is closed nevertheless, the tensors stay usable memory of this process, that no peer
-    reaches any more, and what they hold is undefined.
+    again first, with what they hold, and so does the close of the client. Tensors that were made of them since stay
+    behind then, in memory of the process that no peer reaches any more, and read zeros.
     """
 
     def __init__(self, regions: Sequence[Region], storages: Sequence[torch.UntypedStorage], moves: list[_Move]) -> None:
         self.regions = tuple(regions)
         self._storages = list(storages)
         self._moves = moves
-        for region, storage in zip(self.regions, self._storages, strict=True):
-            region.guard(partial(_lying_in, storage))
+        for index, (region, storage) in enumerate(zip(self.regions, self._storages, strict=True)):
+            region.guard(partial(_lying_in, storage), partial(self._move_out, index))
 
     async def release(self, *, timeout: float | None = None) -> None:
         """Move the tensors back into torch's own memory with what they hold, and release the regions.
 
         Raises `RegionBusy` when other tensors lie in a region (views that were made since), or transfers use it; what
-        was moved by then has been moved.
+        was moved by then has been moved. End the requests of the cache before: bytes that arrive meanwhile are lost.
         """
         for index, region in enumerate(self.regions):
-            moves = [move for move in self._moves if move.storage == index]
-            if moves:
-                _require_alone(self._storages[index], [move.tensor for move in moves], region.id)
-                fresh = torch.empty(region.length, dtype=torch.uint8)
-                await in_thread(fresh.numpy().__setitem__, slice(None), region.array)
-                _settle(moves, {index: fresh.untyped_storage()})
-            self._moves = [move for move in self._moves if move.storage != index]
+            lying = [tensor for move in self._moves if move.storage == index and (tensor := move.tensor()) is not None]
+            _require_alone(self._storages[index], lying, region.id)
+            del lying
+            await in_thread(self._move_out, index)
             await region.release(timeout=timeout)
+
+    def forget(self) -> None:
+        """The tensors are not needed any more (the engine ends): the close of the client does not copy them out, and
+        what they hold is undefined from then on.
+        """
+        self._moves = []
+
+    def _move_out(self, index: int) -> None:
+        """In any thread: the tensors of one region go back into torch's own memory."""
+        moves = [move for move in self._moves if move.storage == index and move.tensor() is not None]
+        if moves:
+            fresh = torch.empty(self.regions[index].length, dtype=torch.uint8)
+            fresh.numpy()[:] = self.regions[index].array
+            _settle(moves, {index: fresh.untyped_storage()})
+            self._moves = [move for move in self._moves if move.storage != index]
 
 
 def _lying_in(storage: torch.UntypedStorage) -> str:
@@ -213,7 +226,8 @@ async def rehome(
     _require_movable(tensors)
     storages = _Storages(tensors)
     moves = [
-        _Move(tensor=tensor, storage=index, offset=offset) for tensor, (index, offset) in _offsets(tensors, storages)
+        _Move(tensor=weakref.ref(tensor), storage=index, offset=offset)
+        for tensor, (index, offset) in _offsets(tensors, storages)
     ]
     regions: list[Region] = []
     try:
@@ -289,11 +303,12 @@ def _settle(moves: Sequence[_Move], storages: Mapping[int, torch.UntypedStorage]
     """Exchange the storages: of all tensors, or of none. In inference mode, which tensors of inference mode need and
     others do not mind.
     """
-    before = [(move.tensor, move.tensor.untyped_storage(), move.tensor.storage_offset()) for move in moves]
+    living = [(tensor, move) for move in moves if (tensor := move.tensor()) is not None]
+    before = [(tensor, tensor.untyped_storage(), tensor.storage_offset()) for tensor, _ in living]
     with torch.inference_mode():
         try:
-            for move in moves:
-                _set(move.tensor, storages[move.storage], move.offset)
+            for tensor, move in living:
+                _set(tensor, storages[move.storage], move.offset)
         except BaseException:
             for tensor, storage, offset in before:
                 _set(tensor, storage, offset)

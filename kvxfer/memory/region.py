@@ -77,6 +77,7 @@ class Region:
         self._quiet: asyncio.Future[Any] | None = None
         self._copies: set[asyncio.Task[None]] = set()
         self._guards: list[Callable[[], str]] = []
+        self.evacuations: list[Callable[[], None]] = []
         self._array = array
         plane.memory.hold(self)
 
@@ -287,9 +288,14 @@ class Region:
         assert self._quiet is not None
         await self._within(deadline, self._quiet)
 
-    def guard(self, in_use: Callable[[], str]) -> None:
-        """Let `release` ask whether something still lies in the memory: a text that is not empty refuses it."""
+    def guard(self, in_use: Callable[[], str], evacuate: Callable[[], None] | None = None) -> None:
+        """Let `release` ask whether something still lies in the memory: a text that is not empty refuses it.
+
+        The close of the client asks nobody: ``evacuate`` is called before it, in a thread, while the memory is there.
+        """
         self._guards.append(in_use)
+        if evacuate is not None:
+            self.evacuations.append(evacuate)
 
     async def _before_release(self, drain: bool) -> None:
         for why in filter(None, (ask() for ask in self._guards)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -250,14 +251,18 @@ async def test_a_move_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_tensors_outlive_the_client() -> None:
-    """Closed without moving them out: the memory stays memory of this process, readable and writable."""
+    """The close of the client moves them out. A view that was made since reads zeros, and is memory all the same."""
     caches = one_allocation()
+    before = {name: tensor.clone() for name, tensor in caches.items()}
     async with kvxfer.local() as client:
-        home = await rehome(client, caches)
-    for tensor in caches.values():
+        await rehome(client, caches)
+        late = caches["layers.1"][3]
+        caches["layers.2"].fill_(5)
+    assert torch.equal(caches["layers.0"], before["layers.0"])
+    assert bool((caches["layers.2"] == 5).all())
+    for tensor in (*caches.values(), late):
         tensor.fill_(3)
         assert float(tensor.sum()) == 3 * tensor.numel()
-    del home
 
 
 async def test_what_the_page_shows() -> None:
@@ -272,6 +277,24 @@ async def test_what_the_page_shows() -> None:
             await names["move"](client)
         del names["whole"]
         await names["move"](client)
+
+
+async def test_tensors_that_nobody_needs_are_not_moved_out() -> None:
+    """Dropped, or forgotten at the end of an engine."""
+    async with kvxfer.local() as client:
+        caches = one_allocation()
+        home = await rehome(client, caches)
+        alive = weakref.ref(caches["layers.0"])
+        caches.clear()
+        assert alive() is None
+        await home.regions[0].release()
+        caches = one_allocation()
+        home = await rehome(client, caches)
+        before = caches["layers.0"].data_ptr()
+        home.forget()
+        with pytest.raises(RegionBusy, match="tensors lie in it"):
+            await home.regions[0].release()
+    assert caches["layers.0"].data_ptr() == before
 
 
 async def test_a_request_between_unlike_caches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -257,3 +258,50 @@ async def test_a_guard_refuses_the_release_until_it_has_nothing_to_say() -> None
         await client.put(region[0:8], region.descriptor(), target_offset=64)  # nothing has begun
         why = ""
         await region.release()
+
+
+async def test_what_lies_in_the_memory_is_moved_out_before_a_close(caplog: pytest.LogCaptureFixture) -> None:
+    """While the bytes are still there, one after the other; one that fails keeps no other from being moved."""
+    kept: list[bytes] = []
+
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    async with kvxfer.local() as client:
+        regions = [await client.alloc(4096) for _ in range(2)]
+        for number, region in enumerate(regions):
+            region.array[:4] = number + 1
+            region.guard(str, fails)
+            region.guard(str, lambda region=region: kept.append(region.array[:4].tobytes()))
+        gone = await client.alloc(4096)
+        gone.guard(str, lambda: kept.append(b"gone"))
+        await gone.release()
+    assert sorted(kept) == [b"\1\1\1\1", b"\2\2\2\2"]
+    assert caplog.text.count("could not be moved out") == 2
+
+
+async def test_a_close_that_is_cancelled_still_moves_out_what_lies_there() -> None:
+    kept: list[bytes] = []
+    began, ended = threading.Event(), threading.Event()
+
+    async with kvxfer.local() as outer:
+        client = kvxfer.Client(outer.socket, config=outer.config)
+        await client.__aenter__()
+        region = await client.alloc(4096)
+        region.array[:] = 7
+
+        def move() -> None:
+            began.set()
+            assert ended.wait(20)
+            kept.append(region.array.tobytes())
+
+        region.guard(str, move)
+        closing = asyncio.create_task(client.aclose())
+        await until(began.is_set)
+        closing.cancel()
+        await asyncio.sleep(0)
+        ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert kept == [b"\7" * 4096]
+        assert client.closed
