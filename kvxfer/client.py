@@ -596,13 +596,26 @@ class Client(ClientLife):
         remote_offset: int,
         notify: tuple[int, int] | None = None,
     ) -> WorkRequest:
-        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
         if isinstance(local, Span):
             region, offset, length = local.region, local.offset, local.length
         elif isinstance(local, Region):
             region, offset, length = local, 0, local.length
         else:
             raise UsageError("put and get take a Region or a Span", got=type(local).__name__)
+        return self._span_part(plane, kind, region, offset, length, remote, remote_offset, notify)
+
+    def _span_part(
+        self,
+        plane: DataPlane,
+        kind: OpKind,
+        region: Region,
+        offset: int,
+        length: int,
+        remote: RemoteDescriptor,
+        remote_offset: int,
+        notify: tuple[int, int] | None = None,
+    ) -> WorkRequest:
+        right = ACCESS_WRITE if kind is OpKind.PUT else ACCESS_READ
         region.require(plane)
         if not isinstance(remote, RemoteDescriptor):
             raise _unfit(remote)
@@ -827,7 +840,7 @@ def _request_id(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ClientMoves:
-    """See `many.Way`: puts or gets of one client."""
+    """See `many.MoveStarter`: puts or gets of one client."""
 
     client: Client
     plane: DataPlane
@@ -835,10 +848,10 @@ class _ClientMoves:
     priority: Priority
 
     def check(self, move: Move) -> None:
-        self._part(move)
+        self.client._part(self.plane, self.kind, move.local, move.remote, move.remote_offset)
 
-    def start(self, move: Move, timeout: float) -> Transfer:
-        return self.plane.start((self._part(move),), timeout=timeout, peer=move.remote.node_id, priority=self.priority)
-
-    def _part(self, move: Move) -> WorkRequest:
-        return self.client._part(self.plane, self.kind, move.local, move.remote, move.remote_offset)
+    def start(
+        self, region: Region, offset: int, length: int, remote: RemoteDescriptor, remote_offset: int, timeout: float
+    ) -> Transfer:
+        part = self.client._span_part(self.plane, self.kind, region, offset, length, remote, remote_offset)
+        return self.plane.start((part,), timeout=timeout, peer=remote.node_id, priority=self.priority)

@@ -8,6 +8,7 @@ have written is exact and stays usable, unless the caller asked for all or nothi
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,14 +35,61 @@ class Move:
     remote_offset: int = 0
 
 
+class MoveTable:
+    """Moves as arrays: hundreds of thousands of objects would make each full collection of garbage hold the loop for
+    tens of milliseconds.
+    """
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self._moves = moves  # those of the caller, until all are in the arrays
+        self._count = len(moves)
+        self._regions: dict[int, Region] = {}  # by id, which is one for as long as it is here
+        self._remotes: dict[int, RemoteDescriptor] = {}
+        self._region_ids, self._remote_ids = array("Q"), array("Q")
+        self._offsets, self._lengths, self._remote_offsets = array("Q"), array("Q"), array("Q")
+        self.taken = 0  # how many are in the arrays
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, move: Move) -> None:
+        """The next one, which makes sense."""
+        local = move.local
+        region, offset = (local, 0) if isinstance(local, Region) else (local.region, local.offset)
+        remote = move.remote
+        self._regions[id(region)] = region
+        self._remotes[id(remote)] = remote
+        self._offsets.append(offset)
+        self._lengths.append(local.length)
+        self._remote_offsets.append(move.remote_offset)
+        self._region_ids.append(id(region))
+        self._remote_ids.append(id(remote))
+        self.taken += 1
+        if self.taken == self._count:
+            self._moves = ()
+
+    def span(self, place: int) -> tuple[Region, int, int, RemoteDescriptor, int]:
+        """One that was taken: its region, offset and length in it, its remote memory and the offset in that."""
+        region, remote = self._regions[self._region_ids[place]], self._remotes[self._remote_ids[place]]
+        return region, self._offsets[place], self._lengths[place], remote, self._remote_offsets[place]
+
+    def __getitem__(self, place: int) -> Move:
+        if self._moves:
+            return self._moves[place]
+        region, offset, length, remote, remote_offset = self.span(place)
+        return Move(Span(region, offset, length), remote, remote_offset)
+
+
 class MoveStarter(Protocol):
     """How the moves of a group go: all in one direction."""
 
     def check(self, move: Move) -> None:
         """Raise what is wrong with a move that makes no sense."""
 
-    def start(self, move: Move, timeout: float) -> Transfer:
-        """Begin it."""
+    def start(
+        self, region: Region, offset: int, length: int, remote: RemoteDescriptor, remote_offset: int, timeout: float
+    ) -> Transfer:
+        """Begin one; what it needs may have gone since it was checked."""
 
 
 def check_moves(moves: object) -> tuple[Move, ...]:
@@ -66,14 +114,14 @@ class Group:
         self, way: MoveStarter, moves: Sequence[Move], *, indexes: Sequence[int], atomic: bool, timeout: float
     ) -> None:
         self._way = way
-        self._moves = moves
+        self._moves = MoveTable(moves)
         self._indexes = indexes  # of each move in the caller's list
         self._atomic = atomic
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + timeout
         self._first: tuple[KvxferError, str] | None = None  # the first error, and the state that goes with it
-        self._checked = self._begun = 0
+        self._begun = 0
         self._turn_due = False
         self._running: dict[Transfer, int] = {}
         self._unsettled: dict[Transfer, None] = {}  # decided, but bytes may still move
@@ -86,7 +134,7 @@ class Group:
         self._decided: asyncio.Future[None] = self._loop.create_future()
         for move in moves[:AT_ONCE]:
             self._check(move)
-        if self._checked < len(moves):
+        if self._moves.taken < len(moves):
             self._continue()
         else:
             self._begin_some(self._loop.time() + timeout)
@@ -142,7 +190,10 @@ class Group:
         if not isinstance(move, Move):
             raise UsageError("moves must be a sequence of Moves", field="moves", got=type(move).__name__)
         self._way.check(move)
-        self._checked += 1
+        try:
+            self._moves.take(move)
+        except (OverflowError, TypeError) as wrong:
+            raise UsageError(f"a move has a number that does not fit: {wrong}", field="moves") from wrong
 
     def _continue(self) -> None:
         if not self._turn_due:
@@ -154,11 +205,11 @@ class Group:
         self._turn_due = False
         until = self._loop.time() + SLICE_S
         try:
-            while self._checked < len(self._moves) and self._never is None:
+            while self._moves.taken < len(self._moves) and self._never is None:
                 if self._loop.time() >= until:
                     self._continue()
                     return
-                self._check(self._moves[self._checked])
+                self._check(self._moves[self._moves.taken])
         except KvxferError as error:
             self._begin_no_more(error, FAILED)
             return
@@ -176,7 +227,7 @@ class Group:
                 return
             place = self._begun
             try:
-                transfer = self._way.start(self._moves[place], self._ends_at - now)
+                transfer = self._way.start(*self._moves.span(place), self._ends_at - now)
             except KvxferError as error:
                 if place == 0:
                     raise
@@ -262,7 +313,7 @@ class Group:
         await self.wait_settled()
         again = self.undefined
         wanted = set(again)
-        moves = [move for index, move in zip(self._indexes, self._moves, strict=True) if index in wanted]
+        moves = [self._moves[place] for place, index in enumerate(self._indexes) if index in wanted]
         limit = self._timeout if timeout is None else Deadline.after(timeout).remaining()
         return Group(self._way, moves, indexes=again, atomic=self._atomic, timeout=limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 
@@ -13,7 +14,7 @@ import pytest_asyncio
 import kvxfer
 from kvxfer.errors import KvxferError, PartialTransfer, TooLarge, TransferTimeout, UsageError
 from kvxfer.flows.many import AT_ONCE, MOVES_MAX, Move
-from kvxfer.memory.region import Region
+from kvxfer.memory.region import Region, Span
 
 PIECE = 64
 COUNT = AT_ONCE * 5 + 3
@@ -93,6 +94,45 @@ async def test_an_early_one_is_refused_in_the_call(sides: Sides) -> None:
     one = sides.moves(1)
     with pytest.raises(TooLarge):
         sides.client.put_many(one * (MOVES_MAX + 1))
+
+
+@pytest.mark.parametrize("place", [0, COUNT - 1])
+@pytest.mark.parametrize(("offset", "length"), [(-1, PIECE), (0, -1), (0.5, PIECE), (1 << 64, PIECE)])
+async def test_a_span_that_is_none_is_refused_and_nothing_begins(
+    sides: Sides, place: int, offset: int, length: int
+) -> None:
+    moves = sides.moves(COUNT)
+    moves[place] = Move(Span(sides.source, offset, length), sides.remote)
+    with pytest.raises(KvxferError):
+        await sides.client.put_many(moves)
+    assert not sides.target.array.any()
+
+
+async def test_moves_are_not_kept_as_objects(sides: Sides) -> None:
+    def kept() -> int:
+        return sum(isinstance(found, Move | Span) for found in gc.get_objects())
+
+    before = kept()
+    group = sides.client.put_many(sides.moves(COUNT))
+    await group
+    assert kept() < before + AT_ONCE
+    assert list(map(group._moves.__getitem__, range(COUNT))) == sides.moves(COUNT)
+
+
+async def test_whole_regions_and_several_of_them_are_found_again(sides: Sides) -> None:
+    other = await sides.client.alloc(PIECE)
+    other.array[:] = 9
+    again = sides.target.descriptor("w")
+    moves = [
+        *sides.moves(AT_ONCE),
+        Move(other, sides.remote, AT_ONCE * PIECE),
+        Move(other, again, (AT_ONCE + 1) * PIECE),
+    ]
+    group = await sides.client.put_many(moves)
+    assert group.bytes_done == PIECE * len(moves)
+    end = AT_ONCE * PIECE
+    assert bool((sides.target.array[end : end + 2 * PIECE] == 9).all())
+    assert np.array_equal(sides.source.array[:end], sides.target.array[:end])
 
 
 async def test_those_that_were_never_begun_fail_with_the_deadline_and_are_tried_again(slow: Sides) -> None:
