@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvxfer.errors import RegionBusy, UsageError
 from kvxfer.geometry import ITEMSIZES
@@ -221,14 +222,10 @@ async def rehome(
     and when other tensors than these share their storage: name all of them, or drop them. And what `Client.alloc`
     raises.
     """
-    named = {name: _tensors(name, value) for name, value in caches.items()}
-    tensors = list({id(tensor): tensor for of in named.values() for tensor in of}.values())
+    tensors = _distinct(caches)
     _require_movable(tensors)
     storages = _Storages(tensors)
-    moves = [
-        _Move(tensor=weakref.ref(tensor), storage=index, offset=offset)
-        for tensor, (index, offset) in _offsets(tensors, storages)
-    ]
+    moves = _moves_of(tensors, storages)
     regions: list[Region] = []
     try:
         for storage in storages.found:
@@ -260,13 +257,19 @@ def _require_movable(tensors: Sequence[torch.Tensor]) -> None:
         _require_alone(of[0].untyped_storage(), of)
 
 
-def _offsets(tensors: Sequence[torch.Tensor], storages: _Storages) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
-    """Which storage each lies in, and how many elements from its begin."""
+def _distinct(caches: KvTensors) -> list[torch.Tensor]:
+    named = {name: _tensors(name, value) for name, value in caches.items()}
+    return list({id(tensor): tensor for of in named.values() for tensor in of}.values())
+
+
+def _moves_of(tensors: Sequence[torch.Tensor], storages: _Storages) -> list[_Move]:
+    moves = []
     for tensor in tensors:
         index, offset = storages.find(tensor)
         if offset % tensor.element_size():
             raise UsageError("a tensor does not begin at a multiple of its elements", offset=offset)
-        yield tensor, (index, offset // tensor.element_size())
+        moves.append(_Move(tensor=weakref.ref(tensor), storage=index, offset=offset // tensor.element_size()))
+    return moves
 
 
 def _require_alone(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor], region: int | None = None) -> None:
@@ -316,4 +319,67 @@ def _settle(moves: Sequence[_Move], storages: Mapping[int, torch.UntypedStorage]
 
 
 def _set(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> None:
-    tensor.set_(storage, offset, tuple(tensor.shape), tuple(tensor.stride()))
+    _set_like(tensor, storage, tensor, offset)
+
+
+def _set_like(tensor: torch.Tensor, storage: torch.UntypedStorage, shape: torch.Tensor, offset: int = 0) -> None:
+    tensor.set_(storage, offset, tuple(shape.shape), tuple(shape.stride()))
+
+
+# -- born at home -----------------------------------------------------------------------------------------------------
+
+
+class MemoryPool(TorchFunctionMode):
+    """Inside ``with pool:`` what `torch.zeros` and `torch.empty` make of host memory, ``bytes_min`` bytes or more, lies
+    in memory of a client: a cache that an engine allocates there needs no move, and is never there twice.
+
+    ``alloc`` makes a region of so many bytes, waiting for it: `kvxfer.threaded.Client.alloc`, for example. What it
+    raises comes out of the call of torch. The pool is what vLLM (0.32) asks a connector for by `get_mem_pool_context`;
+    `home` then is what `rehome` would have returned.
+    """
+
+    def __init__(self, alloc: Callable[[int], Region], *, bytes_min: int = 1 << 20) -> None:
+        super().__init__()
+        self._alloc = alloc
+        self._bytes_min = bytes_min
+        self._made: dict[int, tuple[Region, torch.UntypedStorage]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func not in (torch.zeros, torch.empty) or not set(named) <= {"size", "dtype", "device"}:
+            return func(*args, **named)
+        device = named.get("device")
+        if torch.device(torch.get_default_device() if device is None else device).type != "cpu":
+            return func(*args, **named)
+        shape = func(*args, **{**named, "device": "meta"})
+        length = shape.numel() * shape.element_size()
+        if length < max(self._bytes_min, 1):
+            return func(*args, **named)
+        region = self._alloc(length)
+        storage = torch.from_numpy(region.array).untyped_storage()
+        self._made[storage.data_ptr()] = (region, storage)
+        made = torch.empty(0, dtype=shape.dtype)
+        _set_like(made, storage, shape)
+        return made.zero_() if func is torch.zeros else made
+
+    def home(self, caches: KvTensors) -> Home:
+        """The regions that these tensors lie in, in the order of `TensorCaches.storages`.
+
+        Raises `UsageError` when one of them was not made in this pool.
+        """
+        tensors = _distinct(caches)
+        storages = _Storages(tensors)
+        found = []
+        for storage in storages.found:
+            made = self._made.get(storage.data_ptr())
+            if made is None:
+                raise UsageError(
+                    "a tensor was not made in this pool",
+                    length=storage.nbytes(),
+                    hint="make it by torch.zeros or torch.empty inside `with pool:`, or move it with rehome",
+                )
+            found.append(made)
+        moves = _moves_of(tensors, storages)
+        return Home([region for region, _ in found], [storage for _, storage in found], moves)

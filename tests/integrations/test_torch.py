@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from pathlib import Path
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed here: make t
 
 from kvxfer.integrations import torch as module  # noqa: E402
 from kvxfer.integrations.tensors import LayerGroup  # noqa: E402
-from kvxfer.integrations.torch import cache_of, rehome  # noqa: E402
+from kvxfer.integrations.torch import MemoryPool, cache_of, rehome  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, DIM = 6, 16, 2, 8
 
@@ -316,3 +317,49 @@ async def test_a_request_between_unlike_caches() -> None:
                 block, to, slot = [5, 1, 3][token // TOKENS], [0, 4, 2][token // TOKENS], token % TOKENS
                 assert torch.equal(target[name][to, :, slot, :DIM], keys[block, slot])
                 assert torch.equal(target[name][to, :, slot, DIM:], values[block, slot])
+
+
+async def test_what_is_made_in_a_pool_lies_in_memory_of_the_client() -> None:
+    async with kvxfer.local() as client:
+        loop = asyncio.get_running_loop()
+        asked: list[int] = []
+
+        def alloc(length: int) -> kvxfer.Region:
+            asked.append(length)
+            return asyncio.run_coroutine_threadsafe(client.alloc(length), loop).result(20)
+
+        pool = MemoryPool(alloc, bytes_min=4096)
+
+        def make() -> dict[str, Any]:
+            with torch.inference_mode(), pool:
+                whole = torch.zeros(3 * 4096, dtype=torch.int8, device=torch.device("cpu"))
+                torch.zeros(16)
+                torch.zeros(4096, device="meta")
+                torch.full((4096,), 1.0)
+                views = torch.as_strided(whole, (3, 2, 16, 2, 64), (4096, 2048, 128, 64, 1)).view(torch.float32)
+                return {**{f"{i}": views[i] for i in range(3)}, "3": torch.empty((4, 4, 2, 64), dtype=torch.float16)}
+
+        caches = await asyncio.to_thread(make)
+        assert asked == [3 * 4096, 4096]
+        three = {name: caches[name] for name in "012"}
+        assert not any(bool(tensor.any()) for tensor in three.values())
+        home = pool.home(three)
+        (cache,) = cache_of(three, axes="BNHD", kv_parts=1).bind(home.regions)
+        assert cache.layout.geometry.dtype == "float32"
+        with torch.inference_mode():
+            three["2"].fill_(1)
+        assert bytes(home.regions[0].array[-4:]) == np.float32(1).tobytes()
+        with pytest.raises(UsageError, match="not made in this pool"):
+            pool.home({**three, "9": torch.zeros(2, 16, 2, 16)})
+        with pytest.raises(RegionBusy):
+            await home.regions[0].release()
+    assert bool((three["2"] == 1).all()), "moved out when the client was closed"
+
+
+def test_a_pool_that_has_no_room_says_so() -> None:
+    def alloc(length: int) -> kvxfer.Region:
+        raise kvxfer.KvxferError("no room")
+
+    with pytest.raises(kvxfer.KvxferError, match="no room"), MemoryPool(alloc):
+        torch.zeros(1 << 20)
+    assert torch.zeros(1 << 20).numel() == 1 << 20
