@@ -24,6 +24,7 @@ from kvxfer.coverage import Box
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import InternalError, KvxferError, UsageError
 from kvxfer.flows.offer import Landing
+from kvxfer.flows.push import Push
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry
 from kvxfer.memory.region import KVCache
 from kvxfer.planner import contiguous_layout
@@ -121,6 +122,19 @@ def stage(cache: KVCache, layers: range) -> KVCache:
     geometry = replace(GEOMETRY, layers=len(layers), first_layer=layers.start)
     placements = cache.layout.placements[layers.start : layers.stop]
     return KVCache(CacheLayout(geometry=geometry, blocks=BLOCKS, placements=placements), cache.regions)
+
+
+async def write_layer(push: Push, layer: int, table: BlockTable, flow: Flow) -> None:
+    """Write a layer, that of some requests in two ranges of positions, the later one first. Which ones is told by their
+    number, so that nothing else of a seed changes.
+    """
+    positions = range(table.first_token, table.first_token + table.tokens)
+    if flow.number % 3 or len(positions) < 2:
+        await push.layer(layer)
+        return
+    middle = positions[len(positions) // 2]
+    await push.layer(layer, range(middle, positions.stop))
+    await push.layer(layer, range(positions.start, middle))
 
 
 async def equip(worker: Worker, client: Client) -> None:
@@ -296,7 +310,7 @@ class Work:
                 async with pushing as tx:
                     for index in range(len(box.layers)):
                         self._maybe_fail()
-                        await tx.layer(index)
+                        await write_layer(tx, index, held, flow)
                         if self.rng.random() < 0.15:
                             await asyncio.sleep(self.rng.random())  # the next layer is computed
             finally:
@@ -379,7 +393,7 @@ class Work:
                 async with pushing as tx:
                     for layer in range(GEOMETRY.layers):
                         self._maybe_fail()
-                        await tx.layer(layer)
+                        await write_layer(tx, layer, table, flow)
                         if slow or self.rng.random() < 0.15:
                             await asyncio.sleep(self.rng.random() * 1.5)  # the next layer is computed
             finally:
