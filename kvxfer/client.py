@@ -31,6 +31,7 @@ from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor
 from kvxfer.errors import AccessDenied, ClosedError, ForkedClientError, KvxferError, UsageError, WrongThread
 from kvxfer.flows.adopt import Adoption
+from kvxfer.flows.caches import Caches
 from kvxfer.flows.control import Control, Reporter
 from kvxfer.flows.mail import Mailboxes, Notifications, Share, lookup_descriptor, share_region
 from kvxfer.flows.many import Group, Move, check_moves
@@ -748,8 +749,8 @@ class Client(ClientLife):
     def publish(
         self,
         request_id: str,
-        cache: KVCache,
-        table: BlockTable,
+        cache: Caches,
+        table: BlockTable | None = None,
         *,
         lease_s: float | None = None,
         consumers: int = 1,
@@ -757,6 +758,9 @@ class Client(ClientLife):
         timeout: float | None = None,
     ) -> Publication:
         """Prefill: "request R can be fetched here" by ``consumers`` different pulls, within ``lease_s``.
+
+        ``cache`` may be several by name, each with its own table: ``{"full": (cache, table), "window": (...)}``. They
+        are one request with one ticket.
 
         A consumer that died, failed or was cancelled counts like one that has read: when the last one has ended, so has
         the publication, and its blocks are free. With ``retryable=True`` only those who have read or released it count,
@@ -777,8 +781,8 @@ class Client(ClientLife):
     async def pull(
         self,
         ticket: AnyTicket | Sequence[AnyTicket],
-        cache: KVCache,
-        table: BlockTable,
+        cache: Caches,
+        table: BlockTable | None = None,
         *,
         timeout: float | None = None,
         on_layer: Callable[[int], None] | None = None,
@@ -787,9 +791,13 @@ class Client(ClientLife):
         """Decode: fetch what a ticket names into these blocks, or what several hold together (tensor-parallel ranks,
         pipeline stages, pieces of the context): one request with one outcome, each element read once.
 
-        ``on_layer`` is called with each layer's index in ``cache``, in order, as it becomes complete. Raises
-        `GeometryMismatch`, and moves nothing, when a part of the blocks is held by none of the tickets. When one source
-        fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's place in the list.
+        ``cache`` may be several by name, each with its own table, which the tickets know by the same names; what they
+        hold beside those is not read.
+
+        ``on_layer`` is called with each layer's index (in ``cache``, or in all of them one after the other), in order,
+        as it becomes complete. Raises `GeometryMismatch`, and moves nothing, when a part of the blocks is held by none
+        of the tickets. When one source fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's
+        place in the list.
         """
         limit = self._timeout(timeout)
         urgency = Priority.of(priority)

@@ -37,6 +37,7 @@ from kvxfer.errors import (
     UsageError,
     WrongThread,
 )
+from kvxfer.flows.caches import Caches
 from kvxfer.flows.offer import Landing
 from kvxfer.flows.publish import Publication
 from kvxfer.flows.pull import Pulled
@@ -388,8 +389,8 @@ class ThreadedClient:
     def submit_pull(
         self,
         ticket: AnyTicket | Sequence[AnyTicket],
-        cache: KVCache,
-        table: BlockTable,
+        cache: Caches,
+        table: BlockTable | None = None,
         *,
         key: Hashable = None,
         layers: bool = False,
@@ -443,7 +444,7 @@ class ThreadedClient:
         return handle
 
     def submit_publish(
-        self, request_id: str, cache: KVCache, table: BlockTable, *, key: Hashable = None, **options: Any
+        self, request_id: str, cache: Caches, table: BlockTable | None = None, *, key: Hashable = None, **options: Any
     ) -> PostedHandle[Publication]:
         """`Client.publish`: the handle ends when the blocks are free again, with the publication (``outcome``,
         ``error``). Cancelling it withdraws the ticket.

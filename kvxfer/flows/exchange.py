@@ -20,6 +20,7 @@ import numpy as np
 from kvxfer.coverage import Box
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, KvxferError, OutOfRange, ProtocolError, UsageError, VersionMismatch
+from kvxfer.flows.caches import CACHES_MAX, is_name
 from kvxfer.geometry import BlockTable, CacheLayout, check_compatible, fingerprint_conflict
 from kvxfer.logs import logger
 from kvxfer.memory.region import KVCache
@@ -49,23 +50,37 @@ class TransferOffer:
     table: BlockTable
     descriptors: tuple[RemoteDescriptor, ...]
     check: bool
+    name: str = ""
+    more: tuple[TransferOffer, ...] = ()  # the other caches of a request that has several
+
+    @property
+    def named(self) -> dict[str, TransferOffer]:
+        """All caches of the request by name."""
+        return {each.name: each for each in (self, *self.more)}
+
+    @property
+    def all_descriptors(self) -> tuple[RemoteDescriptor, ...]:
+        """Those of all caches, in order."""
+        return self.descriptors + tuple(found for each in self.more for found in each.descriptors)
 
     def pack(self) -> bytes:
         """msgpack bytes for the control plane. A table of any legal size and order fits a posting's body."""
-        packed: bytes = msgpack.packb(
-            {
-                "v": POSTING_VERSION,
-                "layout": self.layout.to_dict(),
-                "table": self.table.to_wire(),
-                "descriptors": [descriptor.to_dict() for descriptor in self.descriptors],
-                "check": self.check,
-            }
-        )
+        more = {"more": [each._to_map() for each in self.more]} if self.more else {}
+        packed: bytes = msgpack.packb({"v": POSTING_VERSION, **self._to_map(), "check": self.check, **more})
         return packed
+
+    def _to_map(self) -> dict[str, Any]:
+        found = {
+            "layout": self.layout.to_dict(),
+            "table": self.table.to_wire(),
+            "descriptors": [descriptor.to_dict() for descriptor in self.descriptors],
+        }
+        return found | {"name": self.name} if self.name else found
 
     async def send(self) -> bytes:
         """`pack` that never holds the loop for long."""
-        return await off_loop(len(self.table.blocks) > BLOCKS_INLINE_MAX, self.pack)
+        blocks = sum(len(each.table.blocks) for each in (self, *self.more))
+        return await off_loop(blocks > BLOCKS_INLINE_MAX, self.pack)
 
     @classmethod
     def unpack(cls, body: bytes) -> TransferOffer:
@@ -104,15 +119,31 @@ class TransferOffer:
                 expected=POSTING_VERSION,
                 hint=hint,
             )
-        descriptors = raw.get("descriptors")
+        more = raw.get("more", [])
+        if not isinstance(more, list) or len(more) >= CACHES_MAX or not all(isinstance(each, dict) for each in more):
+            raise ProtocolError("the peer's posting has no list of further caches", limit=CACHES_MAX)
+        check = bool(raw.get("check", False))
+        found = replace(cls._one(raw, check), more=tuple(cls._one(each, check) for each in more))
+        if len(found.named) <= len(more):
+            raise ProtocolError("the peer's posting has two caches of one name")
+        if len(found.all_descriptors) > DESCRIPTORS_MAX:
+            raise ProtocolError("the peer's posting has too many descriptors", limit=DESCRIPTORS_MAX)
+        return found
+
+    @classmethod
+    def _one(cls, raw: dict[str, Any], check: bool) -> TransferOffer:
+        descriptors, name = raw.get("descriptors"), raw.get("name", "")
         if not isinstance(descriptors, list) or not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
             raise ProtocolError("the peer's posting has no list of descriptors", limit=DESCRIPTORS_MAX)
+        if not is_name(name):
+            raise ProtocolError("the peer's posting has a cache without a name", value=repr(name)[:40])
         with from_peer("posting"):
             return cls(
                 layout=CacheLayout.from_dict(raw["layout"]),
                 table=BlockTable.from_dict(raw["table"]),
                 descriptors=tuple(RemoteDescriptor.from_dict(item) for item in descriptors),
-                check=bool(raw.get("check", False)),
+                check=check,
+                name=name,
             ).require_inside()
 
 
@@ -239,10 +270,14 @@ def _blocks_named(raw: dict[str, Any]) -> int:
     """Blocks that a table claims to have, before anything is written out; nonsense counts as none and is refused
     later.
     """
-    table = raw.get("table")
-    runs = table.get("runs") if isinstance(table, dict) else None
-    if not isinstance(runs, list):
-        return 0
+    more = raw.get("more")
+    tables = (
+        [raw.get("table"), *(each.get("table") for each in more if isinstance(each, dict))]
+        if isinstance(more, list)
+        else [raw.get("table")]
+    )
+    lists = [table.get("runs") for table in tables if isinstance(table, dict)]
+    runs = [run for found in lists if isinstance(found, list) for run in found]
     return sum(run[2] for run in runs if isinstance(run, list) and len(run) == 3 and isinstance(run[2], int))
 
 

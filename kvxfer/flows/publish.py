@@ -7,6 +7,7 @@ data path, counted once per consumer; a pull of nothing releases it just the sam
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from kvxfer.errors import (
     UsageError,
     ended_by_other,
 )
+from kvxfer.flows.caches import Caches, NamedCache, named_caches
 from kvxfer.flows.control import PostingHandle
 from kvxfer.flows.exchange import TransferOffer
 from kvxfer.geometry import BlockTable
-from kvxfer.memory.region import KVCache, Region
+from kvxfer.memory.region import Region
 from kvxfer.native.engine import Event, EventKind
 from kvxfer.tasks import OTHER_SIDE, Deadline, seconds
 from kvxfer.wire import tags
@@ -49,8 +51,8 @@ class Publication:
         self,
         client: Client,
         request_id: str,
-        cache: KVCache,
-        table: BlockTable,
+        cache: Caches,
+        table: BlockTable | None,
         *,
         lease_s: float,
         consumers: int,
@@ -67,8 +69,7 @@ class Publication:
                 limit=tags.CLAIM_MAX,
             )
         self._client = client
-        self._cache = cache
-        self._table = table
+        self._caches = named_caches(cache, table)
         self._lease_s = lease_s
         self._consumers = consumers
         self._retryable = retryable
@@ -107,25 +108,20 @@ class Publication:
         if self._ended is not None:
             raise UsageError("a publication is entered once", hint="make another one")
         plane = self._client.plane
-        self._cache.require(plane)
-        self._cache.check_table(self._table, may_repeat=True)
+        for each in self._caches:
+            each.cache.require(plane)
+            each.cache.check_table(each.table, may_repeat=True)
         self._ended = asyncio.get_running_loop().create_future()
         deadline = Deadline.after(self._timeout)
         try:
             self._client.enter(self, self._client_closed)
-            descriptors = []
-            for region, descriptor in self._cache.lend("r", self._table, self._region_released):
-                descriptors.append(descriptor)
-                self._grants.append((region, descriptor.grant))
-                plane.memory.watch(descriptor.grant, self._on_data)
-            posting = TransferOffer(
-                layout=self._cache.layout, table=self._table, descriptors=tuple(descriptors), check=self._check
-            )
+            offers = [self._lend(each) for each in self._caches]
+            offer = replace(offers[0], more=tuple(offers[1:]))
             self._arm(self._lease_s)
             self._posting = await self._client.control.post(
                 "ticket",
                 self.request_id,
-                await posting.send(),
+                await offer.send(),
                 lease_s=self._lease_s,
                 claims_max=self._consumers,
                 on_event=self._on_posting,
@@ -137,6 +133,20 @@ class Publication:
         if self.outcome:  # it ended while it was being posted
             self._client.control.withdraw_in_background(self._posting, self.outcome)
         return self
+
+    def _lend(self, each: NamedCache) -> TransferOffer:
+        descriptors = []
+        for region, descriptor in each.cache.lend("r", each.table, self._region_released):
+            descriptors.append(descriptor)
+            self._grants.append((region, descriptor.grant))
+            self._client.plane.memory.watch(descriptor.grant, self._on_data)
+        return TransferOffer(
+            name=each.name,
+            layout=each.cache.layout,
+            table=each.table,
+            descriptors=tuple(descriptors),
+            check=self._check,
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from kvxfer.errors import (
     UsageError,
     ended_by_other,
 )
+from kvxfer.flows.caches import Caches, NamedCache, layers_of, named_caches
 from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import (
     Joined,
@@ -46,7 +47,6 @@ from kvxfer.flows.exchange import (
 )
 from kvxfer.flows.tickets import claim_of
 from kvxfer.geometry import BlockTable, check_same_model
-from kvxfer.memory.region import KVCache
 from kvxfer.native.engine import OpKind
 from kvxfer.planner import Plan
 from kvxfer.tasks import NOTIFYING, TRANSFERRING, Deadline
@@ -90,7 +90,7 @@ class Source:
     number: int
     claim: ClaimHandle | None = None
     peer: TransferOffer | None = None
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[tuple[NamedCache, TransferOffer, Plan]] = field(default_factory=list)
     reaching: Reaching = field(default_factory=Reaching)
     transport: str = ""
     bytes: int = 0
@@ -103,8 +103,8 @@ class Pull:
         self,
         client: Client,
         tickets: Sequence[Ticket],
-        cache: KVCache,
-        table: BlockTable,
+        cache: Caches,
+        table: BlockTable | None,
         *,
         timeout: float,
         on_layer: Callable[[int], None] | None,
@@ -113,8 +113,8 @@ class Pull:
         self._client = client
         self._sources = [Source(ticket, number) for number, ticket in enumerate(_different(tickets))]
         self._request_id = tickets[0].request_id
-        self._cache = cache
-        self._table = table
+        self._caches = named_caches(cache, table)
+        self._layers = layers_of(self._caches)
         self._timeout = timeout
         self._on_layer = on_layer
         self._priority = priority
@@ -127,9 +127,10 @@ class Pull:
     async def run(self) -> Pulled:
         """Claim, plan, read every layer, release the publishers."""
         deadline = Deadline.after(self._timeout)
-        self._cache.require(self._client.plane)
-        self._cache.check_table(self._table)
-        covered = [(self._cache.footprint, self._table)]
+        for each in self._caches:
+            each.cache.require(self._client.plane)
+            each.cache.check_table(each.table)
+        covered = [(each.cache.footprint, each.table) for each in self._caches]
         taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
         self._client.enter(self, self._client_closed)
         try:
@@ -168,8 +169,8 @@ class Pull:
         return Pulled(
             request_id=self._request_id,
             bytes=sum(by_source),
-            tokens=self._table.tokens,
-            layers=self._cache.layout.geometry.layers,
+            tokens=max(each.table.tokens for each in self._caches),
+            layers=self._layers,
             transport=",".join(dict.fromkeys(source.transport for source in self._sources if source.transport)),
             bytes_by_source=by_source,
             segments=self._segments,
@@ -221,41 +222,51 @@ class Pull:
 
     async def _plan(self) -> None:
         """Decide what is read from where; refuses what the tickets do not hold together."""
-        want = box_of(self._cache.layout, self._table)
-        peers = [source.peer for source in self._sources if source.peer is not None]
+        for each in self._caches:
+            await self._plan_cache(each)
+
+    async def _plan_cache(self, each: NamedCache) -> None:
+        layout, table = each.cache.layout, each.table
+        want = box_of(layout, table)
         lenient = self._client.config.ignore_fingerprint
-        for source, peer in zip(self._sources, peers, strict=True):
+        named = [(source, source.peer.named.get(each.name)) for source in self._sources if source.peer is not None]
+        holders = [(source, offer) for source, offer in named if offer is not None]
+        for source, offer in holders:
             with self._naming(source):
-                check_same_model(peer.layout.geometry, self._cache.layout.geometry, ignore_fingerprint=lenient)
-        shares, missing = divide(want, [box_of(peer.layout, peer.table) for peer in peers])
-        if missing:
+                check_same_model(offer.layout.geometry, layout.geometry, ignore_fingerprint=lenient)
+        shares, missing = divide(want, [box_of(offer.layout, offer.table) for _, offer in holders])
+        if missing or not holders:
+            which = f"cache {each.name!r}: " if each.name else ""
+            what = describe(missing, want) if holders else "no cache of this name"
             raise GeometryMismatch(
-                f"the {_tickets(len(peers))} not hold what the target expects: {describe(missing, want)}; "
-                "nothing was moved",
+                f"{which}the {_tickets(len(named))} not hold what the target expects: {what}; nothing was moved",
                 field="coverage",
+                cache=each.name or None,
                 hint="pull from the tickets of all ranks and stages that hold a part of the request",
             )
-        for source, peer, boxes in zip(self._sources, peers, shares, strict=True):
+        for (source, offer), boxes in zip(holders, shares, strict=True):
             with self._naming(source):
                 for box in boxes:
                     mapping = await negotiate(
-                        *(peer.layout, peer.table, self._cache.layout, self._table),
-                        ignore_fingerprint=lenient,
-                        within=box,
+                        *(offer.layout, offer.table, layout, table), ignore_fingerprint=lenient, within=box
                     )
-                    source.plans.append(mapping)
+                    source.plans.append((each, offer, mapping))
 
     async def _reach(self, source: Source, deadline: Deadline) -> None:
         assert source.peer is not None
-        names = await source.reaching.reach(self._client.plane, self._cache, source.peer, deadline)
-        source.transport = names if source.plans else ""
+        names: dict[str, None] = {}
+        for each in self._caches:
+            offer = source.peer.named.get(each.name)
+            if offer is not None:
+                names[await source.reaching.reach(self._client.plane, each.cache, offer, deadline)] = None
+        source.transport = ",".join(names) if source.plans else ""
 
     # -- reading ----------------------------------------------------------------------------------------------
 
     async def _read(self, deadline: Deadline, on_layer: Callable[[int], None]) -> None:
         """Layer by layer, at most `LAYERS_IN_FLIGHT_MAX` at a time."""
         waiting: list[tuple[int, list[tuple[Source, Transfer]]]] = []
-        for layer in range(self._cache.layout.geometry.layers):
+        for layer in range(self._layers):
             if len(waiting) >= LAYERS_IN_FLIGHT_MAX:
                 await self._layer_done(*waiting.pop(0), on_layer)
             waiting.append((layer, await self._start_layer(layer, deadline)))
@@ -291,12 +302,13 @@ class Pull:
         began: list[tuple[Source, Transfer, list[JoinedPart]]] = []
         for source in self._sources:
             joined = Joined(self._client.config.segments_max, AT_ONCE_BYTES)
-            layers = self._cache.layout.geometry.layers
-            for layer in range(layers):
+            for layer in range(self._layers):
                 for part in await self._parts(source, layer):
                     joined.add(layer, part)
                 self._raise_if_failed()
-                if joined.bytes >= (AT_ONCE_BYTES if began else FIRST_BYTES) or (layer == layers - 1 and joined.bytes):
+                if joined.bytes >= (AT_ONCE_BYTES if began else FIRST_BYTES) or (
+                    layer == self._layers - 1 and joined.bytes
+                ):
                     parts = joined.take()
                     left = deadline.require(f"layer {layer} was read", TRANSFERRING)
                     transfer = self._start(source, [each.part for each in parts], left)
@@ -310,20 +322,26 @@ class Pull:
         self._raise_if_failed()
 
     async def _parts(self, source: Source, layer: int) -> list[LayerPart]:
-        peer, found = source.peer, []
+        """Those of one layer; the numbers of their descriptors count over all caches of the source."""
+        peer, limit, found = source.peer, self._client.config.segments_max, []
         assert peer is not None
-        for plan in source.plans:
-            found += await prepared_layer(plan, layer, OpKind.GET, self._cache, peer, self._client.config.segments_max)
+        for each, offer, plan in source.plans:
+            if layer not in each.layers:
+                continue
+            parts = await prepared_layer(plan, layer - each.first, OpKind.GET, each.cache, offer, limit)
+            before = _descriptors_before(peer, offer)
+            found += [replace(part, descriptor=before + part.descriptor) for part in parts] if before else parts
         return found
 
     def _start(self, source: Source, parts: Sequence[LayerPart], timeout: float) -> Transfer:
         peer = source.peer
         assert peer is not None
+        descriptors = peer.all_descriptors
         work = [
             WorkRequest(
                 kind=OpKind.GET,
                 region=part.region,
-                descriptor=peer.descriptors[part.descriptor],
+                descriptor=descriptors[part.descriptor],
                 segments=part.segments,
                 moves=part.bytes,
                 check=peer.check,
@@ -407,8 +425,17 @@ class Pull:
         if self._client.closed or claim is None:
             return  # the link's end has settled it, and the engine's end has dropped the imports
         self._client.control.settle_in_background(claim, outcome, error)
-        for descriptor in () if source.peer is None else source.peer.descriptors:
+        for descriptor in () if source.peer is None else source.peer.all_descriptors:
             self._client.plane.forget(descriptor)
+
+
+def _descriptors_before(peer: TransferOffer, offer: TransferOffer) -> int:
+    count = 0
+    for each in (peer, *peer.more):
+        if each.name == offer.name:
+            break
+        count += len(each.descriptors)
+    return count
 
 
 def _of_part(error: KvxferError, parts: Sequence[JoinedPart]) -> KvxferError:
