@@ -21,7 +21,7 @@ from tiny_model import Floats, PagedCache, TinyModel, tokenize
 import kvxfer
 from examples.remote_worker import serve
 from kvxfer.config import load
-from kvxfer.native.ascend import AscendFacts, probe
+from kvxfer.native.ascend import AscendInfo, probe
 
 CHANNEL = "demo"
 SEED = 7
@@ -55,7 +55,7 @@ class Worker:
             self.host = self.region.array
         else:
             found = await asyncio.to_thread(probe)
-            card = self.card % found.devices if isinstance(found, AscendFacts) else 0
+            card = self.card % found.devices if isinstance(found, AscendInfo) else 0
             self.region = await self.client.alloc(self.length, memory="hbm", device=card)
             self.host = np.zeros(self.length, np.uint8)  # this model computes on the CPU, which cannot touch a card's
             where = f"hbm of {found}"

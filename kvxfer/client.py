@@ -48,7 +48,7 @@ from kvxfer.memory.reservations import BlockReservations, Reservation
 from kvxfer.memory.sources import at_address, borrow
 from kvxfer.native.engine import Engine, EngineConfig, OpKind, Priority, forks
 from kvxfer.native.types import CORE_FIELDS, ROW_FIELDS, read_counters
-from kvxfer.net.link import LinkFacts
+from kvxfer.net.link import LocalIdentity
 from kvxfer.tasks import Deadline, TaskOwner, seconds
 from kvxfer.wire.messages import Echo, EchoReply
 
@@ -94,14 +94,14 @@ class ClientLife:
         directory = engine_dir(socket.parent)
         engine_id = secrets.token_bytes(16)
         counters = counters_path(directory, engine_id)
-        facts = LinkFacts(
+        identity = LocalIdentity(
             role="worker",
             name=self._name,
             engine_id=engine_id.hex(),
             counters_path=str(counters),
             namespace=self.config.namespace,
         )
-        control = Control(str(socket), self.config, facts=facts, rng=SystemRandom())
+        control = Control(str(socket), self.config, identity=identity, rng=SystemRandom())
         engine = None
         try:
             # The daemon first: without it there is nothing to do, and it knows where to listen and what to advertise.
@@ -162,23 +162,23 @@ class ClientLife:
         if self._plane is None:
             return
         self._require_here()
-        last_words = self._end_flows()
+        final_reports = self._end_flows()
         control, plane = self.control, self.plane
         try:
-            if last_words:  # each has its own limit
-                await asyncio.wait(last_words)
+            if final_reports:  # each has its own limit
+                await asyncio.wait(final_reports)
             if self._allocator is not None:
                 await self._allocator.settle()
         finally:
             async with AsyncExitStack() as ends:  # last in, first out; each runs whatever happens to the others
-                ends.callback(self._forget_all)
+                ends.callback(self._clear)
                 ends.callback(self._reporter.stop)
                 ends.push_async_callback(plane.aclose)
                 ends.push_async_callback(control.aclose)
                 ends.push_async_callback(self._boxes.aclose)
                 ends.push_async_callback(self._tasks.aclose)
 
-    def _forget_all(self) -> None:
+    def _clear(self) -> None:
         self._plane = self._control = self._mailboxes = None
 
     def _end_flows(self) -> list[asyncio.Task[None]]:
@@ -192,11 +192,11 @@ class ClientLife:
             self._mailboxes.close()
         return telling
 
-    def enter(self, flow: object, end: EndFlow) -> None:
+    def register_flow(self, flow: object, end: EndFlow) -> None:
         """A flow begins that has to hear of it when the client is closed."""
         self._flows[flow] = end
 
-    def leave(self, flow: object) -> None:
+    def unregister_flow(self, flow: object) -> None:
         """It has ended."""
         self._flows.pop(flow, None)
 

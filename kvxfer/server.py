@@ -49,13 +49,13 @@ from kvxfer.dataplane.plane import DataPlane
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE
 from kvxfer.errors import ClosedError, KvxferError, PeerDraining, ProtocolError, TooManyPending
 from kvxfer.logs import logger
-from kvxfer.native.ascend import AscendFacts, probe
+from kvxfer.native.ascend import AscendInfo, probe
 from kvxfer.native.engine import Engine, EngineConfig, MemoryKind, RegionInfo
 from kvxfer.native.installed import installed
 from kvxfer.native.transports import accelerators_likely
 from kvxfer.native.types import read_counters
 from kvxfer.net.credentials import Credentials, Unconfigured
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.net.listeners import LOCK_NAME, UnixListener, bound_address, check_way_back, listen_tcp
 from kvxfer.rendezvous.postings import BUCKETS_S
 from kvxfer.rendezvous.registry import Registry
@@ -462,7 +462,7 @@ class Server:
         except TimeoutError:
             counts = self.registry.counts()
             log.warning("drain_s is over, %d claims are cancelled", counts.claims + counts.routes)
-            self.dispatcher.cut_off()
+            self.dispatcher.abort_claimed()
             await self.forwarder.wait_settled(CUT_OFF_S)
             return False
         return True
@@ -560,12 +560,12 @@ class Server:
     async def _accept(self, unix: socket.socket, tcp: socket.socket) -> None:
         config = self.config
         # Nobody learns a node's workers; they are told who we are, peers as well.
-        facts = self._facts()
+        identity = self._identity()
         about = self.dispatcher
         common: dict[str, Any] = {"on_message": about.on_message, "on_late": settle_late, "queues": about.queues}
         self.workers = Acceptor(
             config,
-            facts,
+            identity,
             roles=("worker", "tool"),
             links_max=self._bounded(config.workers_max + config.handshakes_max),
             on_ready=self._worker_ready,
@@ -577,7 +577,7 @@ class Server:
         )
         self.peers = Acceptor(
             config,
-            facts,
+            identity,
             roles=("peer", "tool"),
             links_max=self._bounded(config.links_max),
             on_ready=self._peer_ready,
@@ -590,16 +590,16 @@ class Server:
             self._linked.append(acceptor)
             await acceptor.start(listener)
 
-    def _admit(self, facts: Facts) -> None:
+    def _admit(self, identity: Facts) -> None:
         """Who comes from outside has proved who it is, and is on the lists. Raises `NotAllowed`, `TooManyPending`."""
-        self.allowed.peer(facts)
-        self.dispatcher.nodes.admit(facts)
+        self.allowed.peer(identity)
+        self.dispatcher.nodes.admit(identity)
 
-    def _admit_worker(self, facts: Facts) -> None:
+    def _admit_worker(self, identity: Facts) -> None:
         """The same for this host. Told in the handshake, whoever is one too many knows why it was refused."""
-        self.allowed.worker(facts)
+        self.allowed.worker(identity)
         limit = self.config.workers_max
-        if facts.role == "worker" and self.registry.workers > limit:  # the daemon itself is one
+        if identity.role == "worker" and self.registry.workers > limit:  # the daemon itself is one
             hint = "end a worker of this node, or raise workers_max in the daemon's configuration"
             raise TooManyPending("too many workers on this node", option="workers_max", limit=limit, hint=hint)
 
@@ -641,7 +641,7 @@ class Server:
         if all(info.moves(MemoryKind.DRAM) for info in kinds):
             return there
         found = await in_thread(probe)
-        if not isinstance(found, AscendFacts):
+        if not isinstance(found, AscendInfo):
             return there
         loaded = {"soc": found.soc, "toolkit": found.toolkit, "simulated": found.simulated, "devices": found.devices}
         return there | loaded | ({"reported": found.reported} if found.reported else {})
@@ -667,7 +667,7 @@ class Server:
     async def _dial(self, addresses: Sequence[str], node_id: str) -> Link:
         link = await Link.dial(
             addresses,
-            self._facts(),
+            self._identity(),
             self.config,
             credentials=self.credentials,
             authorise=self.allowed.peer,
@@ -680,9 +680,9 @@ class Server:
         self.dispatcher.add(link)
         return link
 
-    def _facts(self) -> LinkFacts:
+    def _identity(self) -> LocalIdentity:
         config = self.config
-        return LinkFacts(
+        return LocalIdentity(
             role="peer",
             node_id=self.node_id,
             incarnation=self.incarnation,
@@ -696,15 +696,15 @@ class Server:
         Connections that were proved by what is no longer accepted are closed after `reload_grace_s`.
         """
         self.credentials.reload()
-        self._look_at_links()
+        self._poll_links()
 
     def _poll_credentials(self) -> None:
         if self.credentials.watches:
             self.credentials.poll()
-            self._look_at_links()
+            self._poll_links()
             self._poll_timer = asyncio.get_running_loop().call_later(self.config.reload_s, self._poll_credentials)
 
-    def _look_at_links(self) -> None:
+    def _poll_links(self) -> None:
         """Give those that have lost their proof a time to be replaced; files may come back meanwhile."""
         now, lapsed = self._clock(), {}
         for link in (*self.peers.links, *self.pool.links):

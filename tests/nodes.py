@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvxfer.config import Config
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server, embedded_config
 from kvxfer.wire.codec import Message
 from tests.conftest import slack
@@ -90,7 +90,7 @@ async def worker(
     inbox = Inbox()
     link = await Link.dial_unix(
         str(server.socket_path),
-        LinkFacts(role=role, name=name, **facts),
+        LocalIdentity(role=role, name=name, **facts),
         config or server.config,
         on_message=inbox.on_message,
         on_late=inbox.on_late,

@@ -96,7 +96,7 @@ class Pair:
             found[f"{name} postings"] = list(client.control._postings)
             found[f"{name} flows"] = list(client._flows)
             found[f"{name} tasks"] = (len(client.control._tasks), len(client.plane._tasks), len(client._tasks))
-            found[f"{name} watchers"] = len(client.plane.memory._grant_watchers)
+            found[f"{name} watchers"] = len(client.plane.memory._subscribers)
             found[f"{name} region grants"] = sum(
                 len(region._grants) for same in client.plane.memory._regions.values() for region in same
             )

@@ -32,7 +32,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.net import link as link_module
-from kvxfer.net.link import FLUSH_S, MESSAGES_PER_TURN, Link, LinkFacts
+from kvxfer.net.link import FLUSH_S, MESSAGES_PER_TURN, Link, LocalIdentity
 from kvxfer.server import PING_KEY, Server
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
@@ -179,7 +179,7 @@ async def test_tool_may_look_and_not_touch() -> None:
 async def test_workers_are_bounded_at_the_maximum() -> None:
     async with node(workers_max=1) as server, worker(server) as first:
         with pytest.raises(TooManyPending) as refused:
-            await Link.dial_unix(str(server.socket_path), LinkFacts(role="worker"), server.config)
+            await Link.dial_unix(str(server.socket_path), LocalIdentity(role="worker"), server.config)
         assert refused.value.retryable
         assert (refused.value.fields["option"], refused.value.fields["limit"]) == ("workers_max", 1)
         assert "raise workers_max" in str(refused.value)
@@ -419,11 +419,11 @@ async def test_slow_handshakes_are_bounded_and_do_not_keep_a_peer_out() -> None:
 
 async def test_links_are_bounded_at_the_maximum() -> None:
     async with node(links_max=2, handshakes_max=2) as server:
-        facts = LinkFacts(role="tool")
+        identity = LocalIdentity(role="tool")
         known = server.credentials
-        links = [await Link.dial(server.addresses, facts, server.config, credentials=known) for _ in range(2)]
+        links = [await Link.dial(server.addresses, identity, server.config, credentials=known) for _ in range(2)]
         with pytest.raises(PeerUnreachable):
-            await Link.dial(server.addresses, facts, server.config, credentials=known)
+            await Link.dial(server.addresses, identity, server.config, credentials=known)
         assert server.peers.refused["links_max"] == 1
         for link in links:
             await link.aclose("done")
@@ -559,7 +559,7 @@ async def test_those_who_do_not_read_are_waited_for_all_at_once() -> None:
         asker = await stack.enter_async_context(worker(server))
         await asker.ask(m.Echo(node=there.addresses, data=b"x"))
         # Neither a worker, nor a peer that dialled us, nor one that we dialled takes what is sent to it.
-        tool, known = LinkFacts(role="tool"), server.credentials
+        tool, known = LocalIdentity(role="tool"), server.credentials
         frozen = await Link.dial(server.addresses, tool, server.config, credentials=known)
         outgoing, incoming = server.pool.links[0], next(iter(server.workers.links))
         ends = {outgoing: next(iter(there.peers.links)), incoming: asker.link, next(iter(server.peers.links)): frozen}
@@ -579,8 +579,8 @@ async def test_a_node_has_one_turn_of_the_loop_however_many_connections_flood(mo
     """All that its links have received is handled, by one of them in each turn; others answer in between."""
     monkeypatch.setattr(link_module, "TURN_S", 60.0)
     async with node() as server:
-        about = LinkFacts(role="peer", node_id="e" * 32)
-        known, somebody = server.credentials, LinkFacts(role="peer", node_id="f" * 32)
+        about = LocalIdentity(role="peer", node_id="e" * 32)
+        known, somebody = server.credentials, LocalIdentity(role="peer", node_id="f" * 32)
         links = [await Link.dial(server.addresses, about, small(), credentials=known) for _ in range(8)]
         other = await Link.dial(server.addresses, somebody, small(), credentials=known)
         accepted = [link for link in server.peers.links if link.peer.node_id == "e" * 32]

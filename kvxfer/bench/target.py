@@ -104,7 +104,7 @@ async def serve(settings: dict[str, Any]) -> None:
             described[USER_NAME] = (await client.register(mine)).descriptor().to_dict()
             arrays[USER_NAME] = mine
         target = Target(arrays)
-        client.plane.memory.watch(granted.grant, target.on_event)
+        client.plane.memory.subscribe(granted.grant, target.on_event)
         hello = {"address": client.addresses[0], "pid": os.getpid(), "descriptors": described}
         print(json.dumps(hello), flush=True)
         await answer(target)

@@ -254,10 +254,10 @@ async def _versions(given: str, node: Sequence[str], config: Config, timeout: fl
 
 def _about_accelerators() -> list[str]:
     """What was measured with, when it was an accelerator; loud when it was none."""
-    from kvxfer.native.ascend import AscendFacts, probe
+    from kvxfer.native.ascend import AscendInfo, probe
 
     found = probe()
-    if not isinstance(found, AscendFacts):
+    if not isinstance(found, AscendInfo):
         return []
     return [f"{found}; NO FIGURE HERE IS A HARDWARE FIGURE" if found.simulated else str(found)]
 

@@ -15,11 +15,11 @@ import socket
 from collections.abc import Callable, Collection
 
 from kvxfer.config import DEFAULT_NAMESPACE, Config
-from kvxfer.daemon.newcomers import Newcomers, source_of
+from kvxfer.daemon.newcomers import HalfOpenConnections, source_of
 from kvxfer.errors import KvxferError, NotAllowed
 from kvxfer.logs import logger
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts, OnLink, OnMessage, Queues, Random
+from kvxfer.net.link import Link, LocalIdentity, OnLink, OnMessage, Queues, Random
 from kvxfer.wire.session import Facts, Limits, Session
 
 # -- who may connect, once it has proved who it is: lists of nodes and of namespaces -----------------------------------
@@ -34,18 +34,20 @@ class Allowed:
         self._nodes = frozenset(config.allow_nodes)
         self._namespaces = frozenset((config.namespace, *config.allow_namespaces))
 
-    def peer(self, facts: Facts) -> None:
+    def peer(self, identity: Facts) -> None:
         """A daemon, or a tool from another host. A tool without a namespace only looks."""
-        if self._nodes and facts.node_id not in self._nodes:
+        if self._nodes and identity.node_id not in self._nodes:
             hint = "add it to allow_nodes of the node that refused"
-            raise NotAllowed("this node is not among those that may connect", node_id=facts.node_id or None, hint=hint)
-        if facts.namespace or facts.role == "peer":
-            self._check_namespace(facts.namespace or DEFAULT_NAMESPACE)
+            raise NotAllowed(
+                "this node is not among those that may connect", node_id=identity.node_id or None, hint=hint
+            )
+        if identity.namespace or identity.role == "peer":
+            self._check_namespace(identity.namespace or DEFAULT_NAMESPACE)
 
-    def worker(self, facts: Facts) -> None:
+    def worker(self, identity: Facts) -> None:
         """A worker of this host; without a namespace it belongs to its daemon's."""
-        if facts.namespace:
-            self._check_namespace(facts.namespace)
+        if identity.namespace:
+            self._check_namespace(identity.namespace)
 
     def _check_namespace(self, namespace: str) -> None:
         if namespace not in self._namespaces:
@@ -67,7 +69,7 @@ class Acceptor:
     def __init__(
         self,
         config: Config,
-        facts: LinkFacts,
+        identity: LocalIdentity,
         *,
         roles: Collection[str],
         links_max: int,
@@ -82,7 +84,7 @@ class Acceptor:
         random: Random = secrets.token_bytes,
     ) -> None:
         self._config = config
-        self._facts = facts
+        self._identity = identity
         self._roles = roles
         self._links_max = links_max
         self._on_ready = on_ready
@@ -94,7 +96,7 @@ class Acceptor:
         self._limits: Limits = limits or config
         self._queues = queues
         self._random = random
-        self._half_open: Newcomers[Link] = Newcomers()
+        self._half_open: HalfOpenConnections[Link] = HalfOpenConnections()
         self._sockets: set[Link] = set()  # whatever still has one, those that are being closed too
         self._server: asyncio.Server | None = None
         self._stopped = False
@@ -140,7 +142,7 @@ class Acceptor:
         known = self._credentials
         session = Session(
             "acceptor",
-            self._facts.session_facts(self._random),
+            self._identity.session_identity(self._random),
             self._limits,
             nonce=self._random(32),
             now=asyncio.get_running_loop().time(),

@@ -350,9 +350,9 @@ class Dispatcher:
         """End one of the daemon's own postings; harmless when it has ended."""
         self.run(self.registry.withdraw(self._clock(), SELF, m.Withdraw(posting=posting, reason=reason)))
 
-    def send_away(self, *, kind: str, key: str, namespace: str, error: KvxferError) -> None:
+    def refuse_waiting(self, *, kind: str, key: str, namespace: str, error: KvxferError) -> None:
         """Tell those who wait for something of the daemon's own that it will not be posted."""
-        self.run(self.registry.send_away(self._clock(), kind=kind, key=key, namespace=namespace, error=error))
+        self.run(self.registry.refuse_waiting(self._clock(), kind=kind, key=key, namespace=namespace, error=error))
 
     def refuse(self, link: Link, rid: int, error: KvxferError) -> None:
         """Answer a request with an error."""
@@ -370,9 +370,9 @@ class Dispatcher:
         self.run(self.registry.drain(self._clock()))
         return self._idle
 
-    def cut_off(self) -> None:
+    def abort_claimed(self) -> None:
         """The time to drain is over."""
-        self.run(self.registry.cut_off(self._clock()))
+        self.run(self.registry.abort_claimed(self._clock()))
 
     def close(self) -> None:
         """Stop the clock."""

@@ -19,7 +19,7 @@ from typing import Any, cast
 from kvxfer.config import Config
 from kvxfer.daemon.dispatch import Dispatcher
 from kvxfer.daemon.pool import Pool
-from kvxfer.daemon.settling import Confirmations, Settlements
+from kvxfer.daemon.settling import CompletionOutbox, Confirmations
 from kvxfer.descriptors import ENDPOINT_CHARS_MAX
 from kvxfer.errors import (
     NOT_TOLD,
@@ -33,7 +33,7 @@ from kvxfer.errors import (
 from kvxfer.net.link import Link, waits
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import ClaimKey, too_many
-from kvxfer.rendezvous.shares import Shares
+from kvxfer.rendezvous.shares import FairShares
 from kvxfer.tasks import ANSWER, Deadline, TaskOwner
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -70,11 +70,11 @@ class Forwarder:
         self._config = config
         self._clock = clock
         self._running: dict[Link, int] = {}
-        self._waiting = Shares(config.waiting_max)
+        self._waiting = FairShares(config.waiting_max)
         self._settling: dict[asyncio.Task[None], ClaimKey] = {}
         self._told_now: Counter[ClaimKey] = Counter()
         self._claims: dict[Link, dict[int, asyncio.Task[None]]] = {}
-        self.unsettled = Settlements(
+        self.unsettled = CompletionOutbox(
             self._tell,
             owner,
             clock=clock,

@@ -55,7 +55,7 @@ from kvxfer.native.types import MemoryKind
 from kvxfer.net.link import Link
 from kvxfer.rendezvous import actions as act
 from kvxfer.rendezvous.postings import too_many
-from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.rendezvous.shares import FairShares, exceeds_fair_share
 from kvxfer.tasks import Deadline, TaskOwner, in_thread
 from kvxfer.wire import messages as m
 from kvxfer.wire import tags
@@ -241,7 +241,7 @@ PASSES_MAX = 16  # so many that came later go first
 OF_EACH_MAX, LOOKS_MAX = 4, 256  # of one node's line, and of all lines, so many are looked at for the next turn
 
 
-class Room(enum.Enum):
+class StagingRoom(enum.Enum):
     """What there is for one that asks."""
 
     FITS = "fits"
@@ -253,7 +253,7 @@ class Room(enum.Enum):
 class _QueuedLanding:
     number: int
     account: Hashable
-    room: Callable[[], Room]
+    room: Callable[[], StagingRoom]
     asked: tuple[object, int]
     looked: asyncio.Future[None]  # resolves when it is worth another look
     passed: int = 0
@@ -263,7 +263,7 @@ class StagingQueue:
     """All methods belong to the loop's thread. ``limit`` may wait at a time."""
 
     def __init__(self, limit: int) -> None:
-        self._places = Shares(limit)
+        self._places = FairShares(limit)
         self._lines: dict[Hashable, OrderedDict[int, _QueuedLanding]] = {}
         self._by_request: dict[tuple[object, int], _QueuedLanding] = {}
         self._last = 0
@@ -278,7 +278,7 @@ class StagingQueue:
 
     async def wait(
         self,
-        room: Callable[[], Room],
+        room: Callable[[], StagingRoom],
         *,
         account: Hashable,
         asker: object,
@@ -318,8 +318,8 @@ class StagingQueue:
 
     def pass_all(self) -> bool:
         """Whether one that does not wait, and fits, may go before all these; it is counted as having done so."""
-        before = [one for one in self._first() if one.room() is not Room.SHARE]
-        if any(one.passed >= PASSES_MAX or one.room() is Room.FITS for one in before):
+        before = [one for one in self._first() if one.room() is not StagingRoom.SHARE]
+        if any(one.passed >= PASSES_MAX or one.room() is StagingRoom.FITS for one in before):
             return False
         for one in before:
             one.passed += 1
@@ -347,7 +347,11 @@ class StagingQueue:
         return too_many("wait for room in the landing pool", "waiting_max", self._places, account)
 
     def _enter(
-        self, room: Callable[[], Room], account: Hashable, asked: tuple[object, int], looked: asyncio.Future[None]
+        self,
+        room: Callable[[], StagingRoom],
+        account: Hashable,
+        asked: tuple[object, int],
+        looked: asyncio.Future[None],
     ) -> _QueuedLanding:
         self._last += 1
         mine = _QueuedLanding(self._last, account, room, asked, looked)
@@ -375,9 +379,9 @@ class StagingQueue:
         passed: list[_QueuedLanding] = []
         for one in self._first():
             room = one.room()
-            if room is Room.FITS:
+            if room is StagingRoom.FITS:
                 return one, passed
-            if room is Room.NONE:
+            if room is StagingRoom.NONE:
                 if one.passed >= PASSES_MAX:
                     return None
                 passed.append(one)
@@ -429,9 +433,9 @@ class StagingPool:
         self._bytes_max = config.landing_bytes_max
         self._wait_s_max = config.wait_s_max
         self._line = StagingQueue(config.waiting_max)
-        self._bodies = Shares(BODIES_BYTES_MAX)
-        self._held = Shares(0)  # bytes of pieces, by who asked for them
-        self._pieces = Shares(0)  # the same in numbers
+        self._bodies = FairShares(BODIES_BYTES_MAX)
+        self._held = FairShares(0)  # bytes of pieces, by who asked for them
+        self._pieces = FairShares(0)  # the same in numbers
         self._prewarm_bytes = config.landing_prewarm_bytes
         self._clock = clock
         self._by_key: dict[tuple[str, str], StagingBuffer] = {}  # by namespace and key
@@ -479,7 +483,7 @@ class StagingPool:
         if not self._bodies.room(account, _body_bytes(message)):
             what = "bytes of bodies of landings on this node"
             raise too_many(what, "", self._bodies, account)
-        if message.wait_s and (self._line or self._room(account, size) is not Room.FITS):
+        if message.wait_s and (self._line or self._room(account, size) is not StagingRoom.FITS):
             self._bodies.take(account, _body_bytes(message))
             task = self._owner.spawn(self._land_in_turn(link, message, size), "wait for room for a landing")
             task.add_done_callback(lambda _: self._bodies.give(account, _body_bytes(message)))
@@ -532,19 +536,19 @@ class StagingPool:
         """For whom a landing counts: the node that asks, or this one for all its workers."""
         return link.peer.node_id
 
-    def _room(self, account: str, size: int) -> Room:
+    def _room(self, account: str, size: int) -> StagingRoom:
         """Within the share of a node when there are others: what is left of the pool is for them."""
         if not any(part.fits(size) for part in self.parts):
-            return Room.NONE
+            return StagingRoom.NONE
         if self._line.others(account) or self._dispatcher.nodes.others_than(account):
             held, pieces = self._held, self._pieces
-            if is_greedy(held.held(account), held.total, held.limit, size):
-                return Room.SHARE
-            if is_greedy(pieces.held(account), pieces.total, pieces.limit):
-                return Room.SHARE
-            if self._line.others(account) and is_greedy(1, 0, held.limit, size):
-                return Room.SHARE  # nearly the whole pool is for who waits alone
-        return Room.FITS
+            if exceeds_fair_share(held.held(account), held.total, held.limit, size):
+                return StagingRoom.SHARE
+            if exceeds_fair_share(pieces.held(account), pieces.total, pieces.limit):
+                return StagingRoom.SHARE
+            if self._line.others(account) and exceeds_fair_share(1, 0, held.limit, size):
+                return StagingRoom.SHARE  # nearly the whole pool is for who waits alone
+        return StagingRoom.FITS
 
     def _refuse_full(self, size: int) -> NoReturn:
         self.refused += 1
@@ -553,7 +557,7 @@ class StagingPool:
     def _begin(self, link: Link, message: m.Land, size: int, *, in_turn: bool = False) -> None:
         namespace = self._require_new_key(link, message)
         account = self._account(link)
-        if self._room(account, size) is not Room.FITS or not (in_turn or self._line.pass_all()):
+        if self._room(account, size) is not StagingRoom.FITS or not (in_turn or self._line.pass_all()):
             self._refuse_full(size)
         landing = StagingBuffer(
             namespace=namespace,
@@ -661,7 +665,7 @@ class StagingPool:
         assert landing.region is not None
         made: RemoteDescriptor = self._plane.memory.export(landing.region, 0, landing.length, access, landing.lease_s)
         landing.grant = made.grant
-        self._plane.memory.watch(made.grant, lambda event: self._on_engine(landing, event))
+        self._plane.memory.subscribe(made.grant, lambda event: self._on_engine(landing, event))
         packed: bytes = msgpack.packb(
             {"descriptor": made.to_dict(), "body": landing.body, "device": landing.part.device}
         )
@@ -749,7 +753,7 @@ class StagingPool:
 
     def _tell_adopters(self, namespace: str, key: str, why: KvxferError) -> None:
         """They need not wait any longer; who comes later waits for the next push."""
-        self._dispatcher.send_away(kind="landing", key=key, namespace=namespace, error=why)
+        self._dispatcher.refuse_waiting(kind="landing", key=key, namespace=namespace, error=why)
 
     def _forget(self, landing: StagingBuffer) -> None:
         self._by_key.pop((landing.namespace, landing.key), None)

@@ -28,7 +28,7 @@ def source_of(host: str) -> str:
     return str(ipaddress.IPv6Network((address, 128 - V6_HOST_BITS), strict=False))
 
 
-class Newcomers(Generic[T]):
+class HalfOpenConnections(Generic[T]):
     """In the order of their arrival, counted for each address."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvxfer.config import Config
 from kvxfer.errors import TooManyPending
 from kvxfer.logs import logger
-from kvxfer.rendezvous.shares import Shares
+from kvxfer.rendezvous.shares import FairShares
 from kvxfer.wire.session import Facts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Nodes:
         self._tools_max = max(NODE_LINKS_MAX, config.links_max // TOOLS_PART)
         # Who is gone without a word is lost by then, and only those are left that answer.
         self._settled_s = config.keepalive_s + 2 * config.dead_s
-        self._count = Shares(config.links_max + config.peers_max)
+        self._count = FairShares(config.links_max + config.peers_max)
         self._links: dict[str, dict[Link, None]] = {}
         self._looks: dict[str, asyncio.TimerHandle] = {}
         self.twins: dict[str, frozenset[str]] = {}  # node ids that several processes have, by incarnation

@@ -312,16 +312,16 @@ class Pool:
 
     def _settle(self, peer: _PoolPeer, link: Link) -> Link:
         """Make ``link`` the peer's one link, unless another entry turned out to be the same process."""
-        facts = link.peer
-        other = self._peers.get(facts.node_id)
+        identity = link.peer
+        other = self._peers.get(identity.node_id)
         if other is not None and other is not peer and other.link is not None and other.live:
-            if other.link.peer.incarnation == facts.incarnation:
+            if other.link.peer.incarnation == identity.incarnation:
                 self._alias(peer, other)
                 link.start_close("another link to this node exists")
                 return other.link
-            other.link.abort(f"the peer restarted as {facts.incarnation}")
-        if peer.key != facts.node_id:
-            self._rename(peer, facts.node_id)
+            other.link.abort(f"the peer restarted as {identity.incarnation}")
+        if peer.key != identity.node_id:
+            self._rename(peer, identity.node_id)
         peer.link = link
         peer.used_at = self._clock()
         link.closed.add_done_callback(lambda _: self._lost(peer, link))

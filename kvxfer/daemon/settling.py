@@ -22,7 +22,7 @@ from kvxfer.logs import logger
 from kvxfer.net.link import Link
 from kvxfer.rendezvous.actions import SettleElsewhere
 from kvxfer.rendezvous.postings import ClaimKey
-from kvxfer.rendezvous.shares import Shares
+from kvxfer.rendezvous.shares import FairShares
 from kvxfer.tasks import TaskOwner
 from kvxfer.wire import messages as m
 
@@ -37,7 +37,7 @@ class _Node:
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Settlements:
+class CompletionOutbox:
     """At most ``limit`` of them, each for ``keep_s`` seconds. ``tell`` raises `KvxferError` when it could not."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Confirmations:
         self._clock = clock
         self._settling = settling
         self._asked: OrderedDict[str, tuple[str, int]] = OrderedDict()  # by session: the node, and how many claims
-        self._questions = Shares(QUESTIONS_BYTES_MAX)
+        self._questions = FairShares(QUESTIONS_BYTES_MAX)
         self._one = asyncio.Lock()
 
     def asks(self, link: Link) -> None:

@@ -34,7 +34,7 @@ class Submission(Protocol):
     `admission.rank_of`.
     """
 
-    permit: Permit | None
+    slot: WindowSlot | None
     rank: int
 
     @property
@@ -49,50 +49,50 @@ class SubmitQueue(Generic[W]):
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self._queued: dict[Permit, W] = {}  # exactly the permits that wait
+        self._queued: dict[WindowSlot, W] = {}  # exactly the permits that wait
         self.going: OrderedDict[W, None] = OrderedDict()  # admitted, its turn comes in `run`
-        self.no_room: dict[
+        self.engine_full: dict[
             int, OrderedDict[W, None]
         ] = {}  # by rank: admitted or small; waits until the engine has room
-        self._turns = Turns()
+        self._turns = RankScheduler()
         self._by_transfer: dict[Hashable, OrderedDict[W, None]] = {}
         self._runs = False
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self.going) + sum(map(len, self.no_room.values()))
+        return len(self._queued) + len(self.going) + sum(map(len, self.engine_full.values()))
 
     def enter(self, work: W, peer: Hashable, size: int, now: float) -> bool:
         """Take a place in the peer's window; False: it waits for one. Raises what `Admission.admit` raises."""
-        work.permit, verdict = self.admission.admit(peer, size, now, rank=work.rank)
+        work.slot, verdict = self.admission.admit(peer, size, now, rank=work.rank)
         if verdict == "admitted":
             return True
-        self._queued[work.permit] = work
+        self._queued[work.slot] = work
         self._index(work)
         return False
 
-    def wait_for_room(self, work: W) -> None:
+    def wait_for_engine(self, work: W) -> None:
         """The engine has no room for it now."""
-        self.no_room.setdefault(work.rank, OrderedDict())[work] = None
+        self.engine_full.setdefault(work.rank, OrderedDict())[work] = None
         self._index(work)
 
     def ended(self, work: W) -> None:
         """Work that the engine had, or that could not reach it, is over: its place in the window is free."""
-        permit, work.permit = work.permit, None
-        if permit is not None:
-            self._started(self.admission.done(permit))
+        slot, work.slot = work.slot, None
+        if slot is not None:
+            self._started(self.admission.done(slot))
 
     def leave(self, work: W) -> bool:
         """Give up work that waits here; False when it does not (any more)."""
-        permit = work.permit
-        if permit is not None and self._queued.pop(permit, None) is not None:
-            work.permit = None
+        slot = work.slot
+        if slot is not None and self._queued.pop(slot, None) is not None:
+            work.slot = None
             self._forget(work)
-            self._started(self.admission.abandon(permit))
+            self._started(self.admission.abandon(slot))
             return True
         if work in self.going:
             del self.going[work]
-        elif work in self.no_room.get(work.rank, ()):
-            self._take_back(work)
+        elif work in self.engine_full.get(work.rank, ()):
+            self._unqueue(work)
         else:
             return False
         self._forget(work)
@@ -105,7 +105,7 @@ class SubmitQueue(Generic[W]):
 
     def everybody(self) -> tuple[W, ...]:
         """All that waits here."""
-        return (*self._queued.values(), *self.going, *(work for line in self.no_room.values() for work in line))
+        return (*self._queued.values(), *self.going, *(work for line in self.engine_full.values() for work in line))
 
     def run(self, submit: Callable[[W], None]) -> None:
         """Submit all that may go. A call from inside ``submit`` does nothing: the outer one goes on."""
@@ -124,22 +124,22 @@ class SubmitQueue(Generic[W]):
         """The engine may have room again: by rank, and within a rank first come, first served, until one meets a full
         engine again.
         """
-        for _ in range(sum(map(len, self.no_room.values()))):
-            if not self.no_room:  # what completed inside the engine's call made room, and others were faster
+        for _ in range(sum(map(len, self.engine_full.values()))):
+            if not self.engine_full:  # what completed inside the engine's call made room, and others were faster
                 return
-            work = next(iter(self.no_room[self._turns.take(self.no_room)]))
-            self._take_back(work)
+            work = next(iter(self.engine_full[self._turns.take(self.engine_full)]))
+            self._unqueue(work)
             self._forget(work)
             submit(work)
-            if work in self.no_room.get(work.rank, ()):  # still no room: back to its place
-                self.no_room[work.rank].move_to_end(work, last=False)
+            if work in self.engine_full.get(work.rank, ()):  # still no room: back to its place
+                self.engine_full[work.rank].move_to_end(work, last=False)
                 return
 
-    def obstacle(self, transfer: Hashable) -> Obstacle | None:
+    def blocked_by(self, transfer: Hashable) -> WindowLimit | None:
         """Which limit the work of a transfer waits for; None when none of it waits for a window."""
         for work in self.of(transfer):
-            if work.permit is not None and work.permit in self._queued:
-                return self.admission.obstacle(work.permit)
+            if work.slot is not None and work.slot in self._queued:
+                return self.admission.blocked_by(work.slot)
         return None
 
     def check_idle(self) -> None:
@@ -158,7 +158,7 @@ class SubmitQueue(Generic[W]):
         """Assert that the admission and those who wait agree."""
         self.admission.check()
         assert len(self._queued) == self.admission.waiting
-        assert all(work.permit is permit for permit, work in self._queued.items())
+        assert all(work.slot is slot for slot, work in self._queued.items())
         standing = self.everybody()
         assert len(standing) == len(set(standing)), "each stands in one place"
         indexed = [work for works in self._by_transfer.values() for work in works]
@@ -166,15 +166,15 @@ class SubmitQueue(Generic[W]):
         assert set(indexed) == set(standing)
         assert all(self._by_transfer.values())
 
-    def _started(self, permits: Iterable[Permit]) -> None:
-        for permit in permits:
-            self.going[self._queued.pop(permit)] = None
+    def _started(self, permits: Iterable[WindowSlot]) -> None:
+        for slot in permits:
+            self.going[self._queued.pop(slot)] = None
 
-    def _take_back(self, work: W) -> None:
-        line = self.no_room[work.rank]
+    def _unqueue(self, work: W) -> None:
+        line = self.engine_full[work.rank]
         del line[work]
         if not line:
-            del self.no_room[work.rank]
+            del self.engine_full[work.rank]
 
     def _index(self, work: W) -> None:
         self._by_transfer.setdefault(work.transfer, OrderedDict())[work] = None
@@ -199,7 +199,7 @@ def rank_of(priority: int, size: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Permit:
+class WindowSlot:
     """One operation's place. Compared by identity, never changed (not frozen: that costs a microsecond per transfer).
     `bytes` is what it counts against the windows.
     """
@@ -211,7 +211,7 @@ class Permit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
+class WindowLimit:
     """Why something waits: the option that is used up, how much of it is in use, and its value."""
 
     option: str
@@ -232,7 +232,7 @@ class PeerWindow:
     credits: int | None
 
 
-class Turns:
+class RankScheduler:
     """Whose turn it is among ranks of which each has somebody who waits; as `native/turns.h` does it."""
 
     def __init__(self) -> None:
@@ -256,10 +256,10 @@ class _PeerState:
         self.ops = [0] * RANKS
         self.bytes = [0] * RANKS
         self.credits: int | None = None
-        self.lines: dict[int, OrderedDict[Permit, None]] = {}  # by rank; only those in which somebody waits
+        self.lines: dict[int, OrderedDict[WindowSlot, None]] = {}  # by rank; only those in which somebody waits
         self.waiting = 0
 
-    def head(self, rank: int) -> Permit:
+    def head(self, rank: int) -> WindowSlot:
         return next(iter(self.lines[rank]))
 
 
@@ -269,7 +269,7 @@ class Admission:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._peers: dict[Hashable, _PeerState] = {}
-        self._running: set[Permit] = set()
+        self._running: set[WindowSlot] = set()
         self._ops = [0] * RANKS  # for all peers, by rank
         self._bytes = [0] * RANKS
         self._waiting = 0  # for all peers
@@ -294,7 +294,7 @@ class Admission:
         state = self._peers.get(peer) or _PeerState()
         return PeerWindow(ops=sum(state.ops), bytes=sum(state.bytes), waiting=state.waiting, credits=state.credits)
 
-    def admit(self, peer: Hashable, size: int, now: float, *, rank: int = 2) -> tuple[Permit, Verdict]:
+    def admit(self, peer: Hashable, size: int, now: float, *, rank: int = 2) -> tuple[WindowSlot, Verdict]:
         """Ask for one operation of `size` bytes. ``rank``: see `rank_of`.
 
         Raises `TooLarge` when it can never be admitted, `PeerBackpressure` when the line is full, `InvalidLength`.
@@ -325,59 +325,59 @@ class Admission:
             )
         if state is None:
             state = self._peers[peer] = _PeerState()
-        permit = Permit(peer, size, now, rank)
+        slot = WindowSlot(peer, size, now, rank)
         if rank not in state.lines and not self._turns[rank] and self._has_room(state, rank, size):
-            self._begin(permit, state)  # the usual case: nobody is overtaken
+            self._begin(slot, state)  # the usual case: nobody is overtaken
             if state.lines:
                 self._follow(peer, state, rank)
-            return permit, "admitted"
-        state.lines.setdefault(rank, OrderedDict())[permit] = None
+            return slot, "admitted"
+        state.lines.setdefault(rank, OrderedDict())[slot] = None
         state.waiting += 1
         self._waiting += 1
         started = self._start(peer, rank, rank)
-        return permit, "admitted" if permit in started else "queued"
+        return slot, "admitted" if slot in started else "queued"
 
-    def done(self, permit: Permit) -> list[Permit]:
+    def done(self, slot: WindowSlot) -> list[WindowSlot]:
         """An admitted operation ended, however it ended. Raises `InternalError` for a permit that is not in flight."""
-        if permit not in self._running:
-            raise InternalError("a permit that is not in flight is given back", peer=_name(permit.peer))
-        self._running.remove(permit)
-        state, rank = self._peers[permit.peer], permit.rank
+        if slot not in self._running:
+            raise InternalError("a permit that is not in flight is given back", peer=_name(slot.peer))
+        self._running.remove(slot)
+        state, rank = self._peers[slot.peer], slot.rank
         state.ops[rank] -= 1
-        state.bytes[rank] -= permit.bytes
+        state.bytes[rank] -= slot.bytes
         self._ops[rank] -= 1
-        self._bytes[rank] -= permit.bytes
-        started = self._start(permit.peer, rank) if self._waiting else []
-        self._tidy(permit.peer)
+        self._bytes[rank] -= slot.bytes
+        started = self._start(slot.peer, rank) if self._waiting else []
+        self._tidy(slot.peer)
         return started
 
-    def abandon(self, permit: Permit) -> list[Permit]:
+    def abandon(self, slot: WindowSlot) -> list[WindowSlot]:
         """The asker stopped waiting. Raises `InternalError` for a permit that does not wait: one in flight ends by
         `done`, and given up it would count for ever.
         """
-        state = self._peers.get(permit.peer)
-        if state is None or permit not in state.lines.get(permit.rank, ()):
-            how = "in flight" if permit in self._running else "not known"
-            raise InternalError(f"a permit that is {how} is given up as if it waited", peer=_name(permit.peer))
-        self._leave(permit, state)
-        started = self._start(permit.peer, permit.rank, permit.rank)
-        self._tidy(permit.peer)
+        state = self._peers.get(slot.peer)
+        if state is None or slot not in state.lines.get(slot.rank, ()):
+            how = "in flight" if slot in self._running else "not known"
+            raise InternalError(f"a permit that is {how} is given up as if it waited", peer=_name(slot.peer))
+        self._leave(slot, state)
+        started = self._start(slot.peer, slot.rank, slot.rank)
+        self._tidy(slot.peer)
         return started
 
-    def obstacle(self, permit: Permit) -> Obstacle:
+    def blocked_by(self, slot: WindowSlot) -> WindowLimit:
         """What one that waits is waiting for: the limit that keeps the head of its line from starting."""
-        config, state, rank = self._config, self._peers[permit.peer], permit.rank
+        config, state, rank = self._config, self._peers[slot.peer], slot.rank
         ops, inflight = sum(state.ops[: rank + 1]), sum(state.bytes[: rank + 1])
         if state.credits == 0:
-            return Obstacle(option="credits", in_use=0, limit=0)
+            return WindowLimit(option="credits", in_use=0, limit=0)
         if ops >= config.window_ops_max:
-            return Obstacle(option="window_ops_max", in_use=ops, limit=config.window_ops_max)
+            return WindowLimit(option="window_ops_max", in_use=ops, limit=config.window_ops_max)
         if inflight + state.head(rank).bytes > config.window_bytes_max:
-            return Obstacle(option="window_bytes_max", in_use=inflight, limit=config.window_bytes_max)
+            return WindowLimit(option="window_bytes_max", in_use=inflight, limit=config.window_bytes_max)
         inflight = sum(self._bytes[: rank + 1])
-        return Obstacle(option="inflight_bytes_max", in_use=inflight, limit=config.inflight_bytes_max)
+        return WindowLimit(option="inflight_bytes_max", in_use=inflight, limit=config.inflight_bytes_max)
 
-    def set_credits(self, peer: Hashable, count: int | None) -> list[Permit]:
+    def set_credits(self, peer: Hashable, count: int | None) -> list[WindowSlot]:
         """The receiver begins to lead with `count` credits, or stops (None). Replaces what was left."""
         if count is not None and not 0 <= count <= CREDITS_MAX:
             raise UsageError(f"credits are 0 to {CREDITS_MAX}", count=count)
@@ -387,7 +387,7 @@ class Admission:
         self._tidy(peer)
         return started
 
-    def grant_credit(self, peer: Hashable, count: int = 1) -> list[Permit]:
+    def grant_credit(self, peer: Hashable, count: int = 1) -> list[WindowSlot]:
         """The receiver allows `count` more operations. Each admission uses one up; its end does not return it."""
         if not 1 <= count <= CREDITS_MAX:
             raise UsageError(f"credits are 1 to {CREDITS_MAX}", count=count)
@@ -397,7 +397,7 @@ class Admission:
             raise UsageError("the peer grants more credits than can be used", credits=left, count=count)
         return self.set_credits(peer, left + count)
 
-    def remove_peer(self, peer: Hashable) -> tuple[list[Permit], list[Permit]]:
+    def remove_peer(self, peer: Hashable) -> tuple[list[WindowSlot], list[WindowSlot]]:
         """The peer is gone: returns its waiters, to be failed, and the permits of others that may start now.
 
         Its running operations still end by `done`.
@@ -405,7 +405,7 @@ class Admission:
         state = self._peers.get(peer)
         if state is None:
             return [], []
-        waiting = [permit for rank in sorted(state.lines) for permit in state.lines[rank]]
+        waiting = [slot for rank in sorted(state.lines) for slot in state.lines[rank]]
         self._waiting -= state.waiting
         state.waiting = 0
         state.lines.clear()
@@ -431,31 +431,31 @@ class Admission:
         assert self._waiting == sum(state.waiting for state in self._peers.values()) <= config.waiters_max
         for peer, state in self._peers.items():
             self._check_peer(peer, state)
-        assert all(permit.peer in self._peers for permit in self._running)
+        assert all(slot.peer in self._peers for slot in self._running)
 
     def _check_peer(self, peer: Hashable, state: _PeerState) -> None:
         config = self._config
-        mine = [permit for permit in self._running if permit.peer == peer]
+        mine = [slot for slot in self._running if slot.peer == peer]
         assert state.credits is None or state.credits >= 0
         assert state.waiting == sum(map(len, state.lines.values())) <= config.window_waiters_max
         assert mine or state.waiting or state.credits is not None, "a peer without use was kept"
         assert all(state.lines.values())
         for rank in range(RANKS):
-            ranked = [permit for permit in mine if permit.rank == rank]
+            ranked = [slot for slot in mine if slot.rank == rank]
             assert state.ops[rank] == len(ranked) <= config.window_ops_max
-            assert state.bytes[rank] == sum(permit.bytes for permit in ranked) <= config.window_bytes_max
+            assert state.bytes[rank] == sum(slot.bytes for slot in ranked) <= config.window_bytes_max
             ready = rank in state.lines and self._fits(state, rank, state.head(rank).bytes)
             assert ready == (peer in self._turns[rank]), "a peer is in the turn while its head fits its own window"
 
-    def _begin(self, permit: Permit, state: _PeerState) -> None:
-        rank = permit.rank
+    def _begin(self, slot: WindowSlot, state: _PeerState) -> None:
+        rank = slot.rank
         state.ops[rank] += 1
-        state.bytes[rank] += permit.bytes
+        state.bytes[rank] += slot.bytes
         self._ops[rank] += 1
-        self._bytes[rank] += permit.bytes
+        self._bytes[rank] += slot.bytes
         if state.credits is not None:
             state.credits -= 1
-        self._running.add(permit)
+        self._running.add(slot)
 
     def _has_room(self, state: _PeerState, rank: int, size: int) -> bool:
         """In the peer's window and in the limit of all."""
@@ -473,7 +473,7 @@ class Admission:
     def _fits_all(self, rank: int, size: int) -> bool:
         return not self._ops[rank] or sum(self._bytes[: rank + 1]) + size <= self._config.inflight_bytes_max
 
-    def _start(self, peer: Hashable, first: int = 0, last: int = RANKS - 1) -> list[Permit]:
+    def _start(self, peer: Hashable, first: int = 0, last: int = RANKS - 1) -> list[WindowSlot]:
         """Something changed for these ranks of a peer: bring its places in the turns up to date, then serve them."""
         state = self._peers[peer]
         for rank in range(first, last + 1):
@@ -487,8 +487,8 @@ class Admission:
         elif peer not in self._turns[rank]:
             self._turns[rank].append(peer)
 
-    def _serve_turns(self, first: int, last: int) -> list[Permit]:
-        started: list[Permit] = []
+    def _serve_turns(self, first: int, last: int) -> list[WindowSlot]:
+        started: list[WindowSlot] = []
         for rank in range(first, last + 1):
             turn = self._turns[rank]
             while turn:
@@ -510,11 +510,11 @@ class Admission:
         for other in range(0 if state.credits == 0 else rank, RANKS):
             self._take_turn(peer, state, other)
 
-    def _leave(self, permit: Permit, state: _PeerState) -> None:
-        line = state.lines[permit.rank]
-        del line[permit]
+    def _leave(self, slot: WindowSlot, state: _PeerState) -> None:
+        line = state.lines[slot.rank]
+        del line[slot]
         if not line:
-            del state.lines[permit.rank]
+            del state.lines[slot.rank]
         state.waiting -= 1
         self._waiting -= 1
 

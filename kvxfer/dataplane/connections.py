@@ -17,7 +17,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvxfer.config import Config
-from kvxfer.dataplane.quiet import Quiet
+from kvxfer.dataplane.quiet import LivenessProbe
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
     EncryptionMismatch,
@@ -43,7 +43,7 @@ from kvxfer.net.dial import STAGGER_S, Failures, first_success
 from kvxfer.tasks import TaskOwner, shared
 
 # -- which connections may go: those that nobody uses, the one unused for longest first --------------------------------
-# The idea: a connection that is used counts up (`Connection.used`), which costs the data path nothing that could be
+# The idea: a connection that is used counts up (`Evictable.used`), which costs the data path nothing that could be
 # measured; only the timer here knows about time. It looks at the counters now and then and lets go of what has not
 # moved for a while, a few at a time. The same order answers who makes room when descriptors run out. When all are in
 # use, those who want another one wait in line for the next that is free, each for a bounded time.
@@ -53,16 +53,16 @@ SWEEP_MAX, SWEEP_S = 10, 0.25  # closed in small groups: at most 40 per second
 LOOKS = 4  # so often in `idle_s` the timer looks
 
 
-class Connection(Protocol):
+class Evictable(Protocol):
     """What is asked of a connection. ``used`` grows with each use and orders all connections of one owner."""
 
     used: int
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=Evictable)
 
 
-class Idle(Generic[C]):
+class IdleSweeper(Generic[C]):
     """Closes connections that are idle. ``busy`` says who may not go, ``close`` resolves when its descriptors are free.
 
     All methods belong to the loop's thread.
@@ -106,11 +106,11 @@ class Idle(Generic[C]):
             self._timer.cancel()
 
     @property
-    def crowded(self) -> bool:
+    def has_waiters(self) -> bool:
         """Others wait for a connection already."""
         return bool(self._line)
 
-    def freed(self) -> None:
+    def wake_next(self) -> None:
         """One is no longer in use (or gone): whoever waits first may look."""
         for waiter in self._line:
             if not waiter.done():
@@ -131,7 +131,7 @@ class Idle(Generic[C]):
         self.evicted += 1
         await self._close(min(free, key=lambda one: one.used))
         if len(free) > 1:
-            self.freed()
+            self.wake_next()
         return True
 
     async def _wait(self, deadline: float, first: bool) -> bool:
@@ -148,7 +148,7 @@ class Idle(Generic[C]):
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self._line.remove(waiter)
-                self.freed()  # its turn passes on
+                self.wake_next()  # its turn passes on
             raise
         finally:
             if waiter in self._line:
@@ -190,7 +190,7 @@ ANY_KIND = len(MemoryKind)
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Requirements:
     """What a transfer asks of a transport. ``local`` None: no memory of ours, only a notification or a look.
 
     ``check``: checksums. ``mapped``: the memory is to be looked at in place, if any way allows that.
@@ -208,7 +208,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
+class RejectedTransport:
     """A transport that was not taken. ``info`` None: this engine does not have it."""
 
     info: TransportInfo | None
@@ -217,7 +217,7 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportSelection:
     """Why a transport was chosen for an engine and a pair of memories, and why better ones were not."""
 
     engine_id: str
@@ -227,28 +227,28 @@ class Choice:
     passed_over: tuple[str, ...]
 
 
-def kind_there(descriptor: RemoteDescriptor) -> MemoryKind:
+def remote_kind(descriptor: RemoteDescriptor) -> MemoryKind:
     """Where the bytes of a descriptor are."""
     if descriptor.kind == "hbm":
         return MemoryKind.HBM
     return MemoryKind.PINNED if descriptor.pinned else MemoryKind.DRAM
 
 
-def number_of(local: MemoryKind | None, check: bool, mapped: bool) -> int:
+def requirement_bits(local: MemoryKind | None, check: bool, mapped: bool) -> int:
     """What a transfer asks beside its descriptor, as one small number: the key of a choice is made per transfer."""
     return (ANY_KIND if local is None else local) | check << 2 | mapped << 3
 
 
-def in_order(infos: Iterable[TransportInfo], need: Need) -> list[TransportInfo]:
+def by_preference(infos: Iterable[TransportInfo], required: Requirements) -> list[TransportInfo]:
     """The transports, best first; see above."""
     known = list(infos)
     near = max((info.rank for info in known if info.same_host and not info.own_engine), default=-1)
-    host_memory = need.remote is not MemoryKind.HBM
+    host_memory = required.remote is not MemoryKind.HBM
 
     def place(info: TransportInfo) -> tuple[bool, float, int]:
         detour = host_memory and not info.moves(MemoryKind.DRAM)
         return (
-            need.mapped and not info.maps(need.remote),
+            required.mapped and not info.maps(required.remote),
             max(info.rank, near + 0.5) if detour else info.rank,
             info.rank,
         )
@@ -256,17 +256,21 @@ def in_order(infos: Iterable[TransportInfo], need: Need) -> list[TransportInfo]:
     return sorted(known, key=place)
 
 
-def unfit(info: TransportInfo, need: Need, descriptor: RemoteDescriptor) -> PassedOver | None:
+def rejection(info: TransportInfo, required: Requirements, descriptor: RemoteDescriptor) -> RejectedTransport | None:
     """Why this transport is none for this need; None when it may be tried."""
     if info.name not in descriptor.endpoints:
-        return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: the owner does not offer it")
+        return RejectedTransport(info, ChoiceKind.NOT_OFFERED, f"{info.name}: the owner does not offer it")
     if encryption_differs(info, descriptor):
         here, there = ("on", "off") if info.encrypted else ("off", "on")
-        return PassedOver(info, ChoiceKind.REFUSED, f"{info.name}: tcp_encryption is {here} here and {there} there")
-    if not info.reaches(need.local, need.remote):
-        return PassedOver(info, ChoiceKind.MEMORY, f"{info.name}: it moves {moved(info)}, not {need.pair}")
-    if need.check and not info.can_check:
-        return PassedOver(info, ChoiceKind.CHECKSUM, f"{info.name}: it makes no checksums, and they were asked for")
+        return RejectedTransport(
+            info, ChoiceKind.REFUSED, f"{info.name}: tcp_encryption is {here} here and {there} there"
+        )
+    if not info.reaches(required.local, required.remote):
+        return RejectedTransport(info, ChoiceKind.MEMORY, f"{info.name}: it moves {moved(info)}, not {required.pair}")
+    if required.check and not info.can_check:
+        return RejectedTransport(
+            info, ChoiceKind.CHECKSUM, f"{info.name}: it makes no checksums, and they were asked for"
+        )
     return None
 
 
@@ -292,9 +296,9 @@ def _words(kinds: int) -> str:
 
 
 ImportKey = tuple[str, int, int, int, int, bytes]
-WayKey = tuple[ImportKey, int]  # and the transport's index
-Place = tuple[str, int, str, bytes | None]  # engine id, transport's index, endpoint, and the secret that it takes
-NeedKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`number_of`)
+TransportImportKey = tuple[ImportKey, int]  # and the transport's index
+EndpointKey = tuple[str, int, str, bytes | None]  # engine id, transport's index, endpoint, and the secret that it takes
+SelectionKey = tuple[str, int, int, int, int, bytes, int]  # an ImportKey, and what is asked (`requirement_bits`)
 
 
 @dataclass(slots=True, eq=False)
@@ -304,12 +308,12 @@ class EngineConnection:
     engine_id: str
     info: TransportInfo
     endpoint: str
-    place: Place = field(repr=False)  # it holds a secret
+    endpoint_key: EndpointKey = field(repr=False)  # it holds a secret
     peer: int
-    imports: set[WayKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
+    imports: set[TransportImportKey] = field(default_factory=set, repr=False)  # they hold the keys of grants
     down: bool = False
-    held: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
-    used: int = 0  # see `Idle`
+    pinned: int = 0  # imports whose mapping an application looks at: a connection that ended stays as long
+    used: int = 0  # see `IdleSweeper`
     importing: int = 0
     fresh: bool = True  # made for an import that has yet to begin
     heard: float = 0.0  # when the other side was last known to answer over it, on the loop's clock
@@ -321,14 +325,14 @@ class Import:
     chosen for.
     """
 
-    key: WayKey = field(repr=False)
-    route: EngineConnection
+    key: TransportImportKey = field(repr=False)
+    connection: EngineConnection
     handle: int
     length: int
     users: int = 0
     unwanted: bool = False
-    held: bool = False
-    needs: set[NeedKey] = field(default_factory=set, repr=False)
+    pinned: bool = False
+    selection_keys: set[SelectionKey] = field(default_factory=set, repr=False)
 
 
 def stale(error: KvxferError) -> KvxferError:
@@ -347,7 +351,7 @@ def stale(error: KvxferError) -> KvxferError:
     return found
 
 
-def place_of(descriptor: RemoteDescriptor, info: TransportInfo, endpoint: str) -> Place:
+def endpoint_key_of(descriptor: RemoteDescriptor, info: TransportInfo, endpoint: str) -> EndpointKey:
     return (descriptor.engine_id, info.index, endpoint, descriptor.secrets.get(info.name))
 
 
@@ -362,13 +366,13 @@ def key_of(descriptor: RemoteDescriptor) -> ImportKey:
     )
 
 
-def need_key_of(descriptor: RemoteDescriptor, number: int) -> NeedKey:
+def selection_key_of(descriptor: RemoteDescriptor, number: int) -> SelectionKey:
     return (*key_of(descriptor), number)
 
 
 IMPORTS_IDLE_MAX = 4096
 CHOICES_MAX = 1024
-DOWN_EARLY_MAX = 1024
+DOWN_BEFORE_KNOWN_MAX = 1024
 RESET_DELAYS_S = (0.0, 0.01, 0.05, 0.2)  # before the next try, when a connection was reset before it was of use
 K = TypeVar("K")
 T = TypeVar("T")
@@ -376,7 +380,7 @@ T = TypeVar("T")
 log = logger("kvxfer.reach")
 
 
-class Reach:
+class ConnectionManager:
     """The connections and imports of one engine. All methods belong to the loop's thread."""
 
     def __init__(self, engine: Engine, tasks: TaskOwner, allowed: Sequence[str] | None, *, config: Config) -> None:
@@ -385,30 +389,35 @@ class Reach:
         self._allowed = None if allowed is None else frozenset(allowed)
         self._engine_id = engine.engine_id.hex()
         self._transports = sorted(engine.transports, key=lambda info: info.rank)
-        self._routes: dict[Place, EngineConnection] = {}
-        self._routes_by_peer: dict[int, EngineConnection] = {}
-        self._connecting: dict[Place, asyncio.Task[EngineConnection]] = {}
-        self._imports: OrderedDict[WayKey, Import] = OrderedDict()
-        self._chosen: dict[NeedKey, Import] = {}
-        self._importing: dict[WayKey, asyncio.Task[Import]] = {}
-        self._resolving: dict[NeedKey, asyncio.Task[Import]] = {}
+        self._connections: dict[EndpointKey, EngineConnection] = {}
+        self._connections_by_peer: dict[int, EngineConnection] = {}
+        self._connecting: dict[EndpointKey, asyncio.Task[EngineConnection]] = {}
+        self._imports: OrderedDict[TransportImportKey, Import] = OrderedDict()
+        self._chosen: dict[SelectionKey, Import] = {}
+        self._importing: dict[TransportImportKey, asyncio.Task[Import]] = {}
+        self._resolving: dict[SelectionKey, asyncio.Task[Import]] = {}
         self._unwanted: set[ImportKey] = set()  # of those being resolved
         self._wanted: dict[ImportKey, int] = {}  # how many callers wait for one of these
-        self._unfit: OrderedDict[WayKey, PassedOver] = OrderedDict()  # found out by trying
-        self._down_early: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
-        self.choices: OrderedDict[tuple[str, str], Choice] = OrderedDict()
-        self.idle = Idle(
-            self._routes.values, self._busy, self._give_up, idle_s=config.peer_idle_s, wait_s=config.connect_s
+        self._rejections: OrderedDict[TransportImportKey, RejectedTransport] = OrderedDict()  # found out by trying
+        self._down_before_known: OrderedDict[int, None] = OrderedDict()  # ended before anybody knew that they had begun
+        self.choices: OrderedDict[tuple[str, str], TransportSelection] = OrderedDict()
+        self.idle = IdleSweeper(
+            self._connections.values, self._busy, self._close_idle, idle_s=config.peer_idle_s, wait_s=config.connect_s
         )
-        self.quiet = Quiet(
-            engine, tasks, busy=self._busy, connect=self._connect_once, down=self.peer_down, take_back=self._take_back
+        self.quiet = LivenessProbe(
+            engine,
+            tasks,
+            busy=self._busy,
+            connect=self._connect_once,
+            down=self.peer_down,
+            discard=self._discard_replacement,
         )
 
     def ready(
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False
     ) -> Import | None:
         """The import of a descriptor for this need, if there is one."""
-        # Asked for each transfer, so `need_key_of` is written out.
+        # Asked for each transfer, so `selection_key_of` is written out.
         found = self._chosen.get(
             (
                 descriptor.engine_id,
@@ -420,36 +429,45 @@ class Reach:
                 (ANY_KIND if local is None else local) | check << 2,
             )
         )
-        return found if found is not None else self._at_once(descriptor, Need(local, kind_there(descriptor), check))
+        return (
+            found
+            if found is not None
+            else self._reuse_import(descriptor, Requirements(local, remote_kind(descriptor), check))
+        )
 
-    def _at_once(self, descriptor: RemoteDescriptor, need: Need) -> Import | None:
+    def _reuse_import(self, descriptor: RemoteDescriptor, required: Requirements) -> Import | None:
         """The best transport for this need may have the import already, made for another one."""
         key = key_of(descriptor)
         if not any((key, info.index) in self._imports for info in self._transports):
             return None
-        found, passed = self._any_way(key, need), self._missing(descriptor)
-        for info, verdict in self._judged(key, need, descriptor):
+        found, passed = self._existing_import(key, required), self._missing(descriptor)
+        for info, verdict in self._candidates(key, required, descriptor):
             if found is not None or verdict is None:
                 found = found or self._imports.get((key, info.index))
                 break
             passed.append(verdict)
         if found is None or found.unwanted:
             return None
-        if need.local is not None:
-            self._remember(need, found, passed)
-        need_key = need_key_of(descriptor, number_of(need.local, need.check, need.mapped))
-        found.needs.add(need_key)
-        self._chosen[need_key] = found
+        if required.local is not None:
+            self._record_selection(required, found, passed)
+        selection_key = selection_key_of(descriptor, requirement_bits(required.local, required.check, required.mapped))
+        found.selection_keys.add(selection_key)
+        self._chosen[selection_key] = found
         return found
 
-    def _judged(
-        self, key: ImportKey, need: Need, descriptor: RemoteDescriptor
-    ) -> Iterator[tuple[TransportInfo, PassedOver | None]]:
+    def _candidates(
+        self, key: ImportKey, required: Requirements, descriptor: RemoteDescriptor
+    ) -> Iterator[tuple[TransportInfo, RejectedTransport | None]]:
         """The transports in order, with what is known against each."""
-        for info in in_order(self._transports, need):
+        for info in by_preference(self._transports, required):
             if info.own_engine and descriptor.engine_id != self._engine_id:
                 continue
-            yield info, self._unfit.get((key, info.index)) or self._forbidden(info) or unfit(info, need, descriptor)
+            yield (
+                info,
+                self._rejections.get((key, info.index))
+                or self._forbidden(info)
+                or rejection(info, required, descriptor),
+            )
 
     def is_live(self, found: Import) -> bool:
         """False once it was dropped."""
@@ -459,26 +477,26 @@ class Reach:
         self, descriptor: RemoteDescriptor, local: MemoryKind | None = None, check: bool = False, mapped: bool = False
     ) -> Import:
         """Connect and import unless that was done; `PeerUnreachable` with every reason, or why the owner refused."""
-        need_key = need_key_of(descriptor, number_of(local, check, mapped))
-        ready = self._chosen.get(need_key)
-        if ready is not None and self.quiet.is_quiet(ready.route):
-            await self._ask(ready, descriptor)
-            ready = self._chosen.get(need_key)
+        selection_key = selection_key_of(descriptor, requirement_bits(local, check, mapped))
+        ready = self._chosen.get(selection_key)
+        if ready is not None and self.quiet.needs_probe(ready.connection):
+            await self._probe(ready, descriptor)
+            ready = self._chosen.get(selection_key)
         if ready is not None:
             ready.unwanted = False
             self._imports.move_to_end(ready.key)
-            self.idle.use(ready.route)
+            self.idle.use(ready.connection)
             return ready
         self._unwanted.discard(key_of(descriptor))
-        pending = self._resolving.get(need_key)
+        pending = self._resolving.get(selection_key)
         if pending is None:
-            need = Need(local, kind_there(descriptor), check, mapped)
+            required = Requirements(local, remote_kind(descriptor), check, mapped)
             pending = self._tasks.run(
-                self._resolve_once(need_key, need, descriptor), f"import grant {descriptor.grant}"
+                self._resolve_once(selection_key, required, descriptor), f"import grant {descriptor.grant}"
             )
-            self._resolving[need_key] = pending
-            pending.add_done_callback(lambda done: _forget_task(self._resolving, need_key, done))
-        key = need_key[:-1]
+            self._resolving[selection_key] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._resolving, selection_key, done))
+        key = selection_key[:-1]
         self._wanted[key] = self._wanted.get(key, 0) + 1
         try:
             return await shared(pending)
@@ -486,56 +504,58 @@ class Reach:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
-            if self.idle.crowded:
-                asyncio.get_running_loop().call_soon(self.idle.freed)
+            if self.idle.has_waiters:
+                asyncio.get_running_loop().call_soon(self.idle.wake_next)
 
-    async def _resolve_once(self, need_key: NeedKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+    async def _resolve_once(
+        self, selection_key: SelectionKey, required: Requirements, descriptor: RemoteDescriptor
+    ) -> Import:
         key = key_of(descriptor)
-        found = self._any_way(key, need)
+        found = self._existing_import(key, required)
         if found is None:
-            found = await self._try_transports(key, need, descriptor)
+            found = await self._try_transports(key, required, descriptor)
         if self.is_live(found):
-            found.needs.add(need_key)
-            self._chosen[need_key] = found
+            found.selection_keys.add(selection_key)
+            self._chosen[selection_key] = found
         if key in self._unwanted:
             # Whoever still waits for it finds that it is not live, and resolves anew.
-            if not any(other != need_key and other[:-1] == key for other in self._resolving):
+            if not any(other != selection_key and other[:-1] == key for other in self._resolving):
                 self._unwanted.discard(key)
             found.unwanted = True
             self.left(found)
         self._evict_idle()
         return found
 
-    def _any_way(self, key: ImportKey, need: Need) -> Import | None:
+    def _existing_import(self, key: ImportKey, required: Requirements) -> Import | None:
         """A notification alone goes the way that the grant is reached by already, if there is one."""
-        if need.local is not None or need.mapped:
+        if required.local is not None or required.mapped:
             return None
-        ways = (self._imports.get((key, info.index)) for info in self._transports)
-        return next((found for found in ways if found is not None and not found.unwanted), None)
+        existing = (self._imports.get((key, info.index)) for info in self._transports)
+        return next((found for found in existing if found is not None and not found.unwanted), None)
 
-    async def _try_transports(self, key: ImportKey, need: Need, descriptor: RemoteDescriptor) -> Import:
+    async def _try_transports(self, key: ImportKey, required: Requirements, descriptor: RemoteDescriptor) -> Import:
         passed = self._missing(descriptor)
-        telling: KvxferError | None = None  # more than that nothing led there
-        for info, verdict in self._judged(key, need, descriptor):
+        specific: KvxferError | None = None  # more than that nothing led there
+        for info, verdict in self._candidates(key, required, descriptor):
             if verdict is not None:
                 passed.append(verdict)
                 continue
             endpoints, failures = await self._answering(descriptor, info)
             for endpoint in endpoints:
                 try:
-                    found = await self._shared_import((key, info.index), info, endpoint, descriptor, need.mapped)
+                    found = await self._shared_import((key, info.index), info, endpoint, descriptor, required.mapped)
                 except (PeerError, ProtocolError, TransportError) as error:
                     failures[endpoint] = error
                     continue
-                self._remember(need, found, [*passed, *_passed_over(info, failures)])
+                self._record_selection(required, found, [*passed, *_passed_over(info, failures)])
                 return found
             passed += _passed_over(info, failures)
             for failure in failures.values():
                 tells = isinstance(failure, ResourceExhausted | PeerIncarnationMismatch | EncryptionMismatch)
-                telling = failure if tells and not isinstance(telling, ResourceExhausted) else telling
+                specific = failure if tells and not isinstance(specific, ResourceExhausted) else specific
         self._count(passed)
-        if telling is not None:
-            raise telling
+        if specific is not None:
+            raise specific
         differs = next((info for info in self._transports if encryption_differs(info, descriptor)), None)
         if differs is not None:
             raise EncryptionMismatch(
@@ -549,7 +569,7 @@ class Reach:
                 hint="set tcp_encryption to the same value on both sides",
             )
         raise PeerUnreachable(
-            f"no transport reaches the owner of this descriptor, {need.pair}"
+            f"no transport reaches the owner of this descriptor, {required.pair}"
             + "".join(f"; {one.text}" for one in passed),
             peer=descriptor.node_id,
             it_offers=", ".join(descriptor.endpoints),
@@ -563,131 +583,140 @@ class Reach:
         do not. Attempts are staggered as those of the control path, so that a mute address costs no time-out.
         """
         endpoints = list(descriptor.endpoints[info.name])
-        places = {endpoint: place_of(descriptor, info, endpoint) for endpoint in endpoints}
-        known = next((endpoint for endpoint, place in places.items() if place in self._routes), None)
-        if len(endpoints) == 1 or known is not None or self.idle.crowded:
+        places = {endpoint: endpoint_key_of(descriptor, info, endpoint) for endpoint in endpoints}
+        known = next((endpoint for endpoint, place in places.items() if place in self._connections), None)
+        if len(endpoints) == 1 or known is not None or self.idle.has_waiters:
             return sorted(endpoints, key=lambda one: one != known), {}
         attempts = [(one, partial(self._route, place, info)) for one, place in places.items()]
         failures: Failures = {}
-        winner = await first_success(attempts, stagger_s=STAGGER_S, discard=self._spare, failures=failures)
+        winner = await first_success(attempts, stagger_s=STAGGER_S, discard=self._close_unused, failures=failures)
         for one, place in places.items():
             late = self._connecting.get(place)
             if late is not None and (winner is None or one != winner.endpoint):
-                late.add_done_callback(self._came_late)
+                late.add_done_callback(self._on_late_connection)
         told = {one: error for one, error in failures.items() if isinstance(error, KvxferError)}
         if any(isinstance(error, ResourceExhausted) for error in told.values()):
             return endpoints, {}  # one after the other, and idle connections make room
         left = [one for one in endpoints if one not in told]
         return sorted(left, key=lambda one: winner is None or one != winner.endpoint), told
 
-    def _came_late(self, done: asyncio.Task[EngineConnection]) -> None:
+    def _on_late_connection(self, done: asyncio.Task[EngineConnection]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._spare(done.result())
+            self._close_unused(done.result())
 
-    def _spare(self, route: EngineConnection) -> None:
+    def _close_unused(self, connection: EngineConnection) -> None:
         """Another address was faster; nobody has begun to use this one."""
-        if route.fresh and not route.down:
-            self._give_up(route)
+        if connection.fresh and not connection.down:
+            self._close_idle(connection)
 
-    def _missing(self, descriptor: RemoteDescriptor) -> list[PassedOver]:
+    def _missing(self, descriptor: RemoteDescriptor) -> list[RejectedTransport]:
         """What the owner offers, and this machine was asked for but does not have."""
         return [
-            PassedOver(None, ChoiceKind.REFUSED, f"{name}: not available here: {why}")
+            RejectedTransport(None, ChoiceKind.REFUSED, f"{name}: not available here: {why}")
             for name, why in self.engine.unavailable.items()
             if name in descriptor.endpoints
         ]
 
-    def _forbidden(self, info: TransportInfo) -> PassedOver | None:
+    def _forbidden(self, info: TransportInfo) -> RejectedTransport | None:
         if self._allowed is None or info.name in self._allowed:
             return None
-        return PassedOver(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
+        return RejectedTransport(info, ChoiceKind.NOT_OFFERED, f"{info.name}: not allowed here")
 
     async def _shared_import(
-        self, way: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
+        self,
+        import_key: TransportImportKey,
+        info: TransportInfo,
+        endpoint: str,
+        descriptor: RemoteDescriptor,
+        mapped: bool,
     ) -> Import:
         """Over each transport a grant is imported once, whatever it is needed for."""
-        known = self._imports.get(way)
+        known = self._imports.get(import_key)
         if known is not None:
             known.unwanted = False
             return known
-        pending = self._importing.get(way)
+        pending = self._importing.get(import_key)
         if pending is None:
             pending = self._tasks.run(
-                self._by_route(way, info, endpoint, descriptor, mapped),
+                self._import_with_eviction(import_key, info, endpoint, descriptor, mapped),
                 f"import grant {descriptor.grant} by {info.name}",
             )
-            self._importing[way] = pending
-            pending.add_done_callback(lambda done: _forget_task(self._importing, way, done))
+            self._importing[import_key] = pending
+            pending.add_done_callback(lambda done: _forget_task(self._importing, import_key, done))
         return await shared(pending)
 
-    def pass_over(self, found: Import, why: str) -> None:
+    def reject_transport(self, found: Import, why: str) -> None:
         """This grant cannot be used over this transport after all: the next one is tried from now on."""
-        info = found.route.info
-        self._unfit[found.key] = PassedOver(info, ChoiceKind.REFUSED, f"{info.name} {found.route.endpoint}: {why}")
-        while len(self._unfit) > CHOICES_MAX:
-            self._unfit.popitem(last=False)
+        info = found.connection.info
+        self._rejections[found.key] = RejectedTransport(
+            info, ChoiceKind.REFUSED, f"{info.name} {found.connection.endpoint}: {why}"
+        )
+        while len(self._rejections) > CHOICES_MAX:
+            self._rejections.popitem(last=False)
         self.drop(found)
 
-    async def _by_route(
-        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
+    async def _import_with_eviction(
+        self, key: TransportImportKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Connect (if need be) and import; at the limit of descriptors or peers, idle connections are given up for it,
         one at a time.
         """
         again = False
-        if self.idle.crowded and place_of(descriptor, info, endpoint) not in self._routes:
+        if self.idle.has_waiters and endpoint_key_of(descriptor, info, endpoint) not in self._connections:
             again = await self.idle.make_room()
         while True:
             try:
-                return await self._by_some_route(key, info, endpoint, descriptor, mapped)
+                return await self._import_with_retry(key, info, endpoint, descriptor, mapped)
             except ResourceExhausted:
                 if not await self.idle.make_room(again=again):
                     raise
             again = True
 
-    def _busy(self, route: EngineConnection) -> bool:
+    def _busy(self, connection: EngineConnection) -> bool:
         """Somebody transfers, looks at mapped memory, or imports over it."""
-        if route.fresh or route.importing:
+        if connection.fresh or connection.importing:
             return True
-        return any(self._imports[key].users or key[0] in self._wanted for key in route.imports)
+        return any(self._imports[key].users or key[0] in self._wanted for key in connection.imports)
 
-    def _give_up(self, route: EngineConnection) -> asyncio.Future[Event]:
+    def _close_idle(self, connection: EngineConnection) -> asyncio.Future[Event]:
         """An idle connection goes; whoever wants it again connects anew. Owners see us leave, not vanish."""
-        for key in tuple(route.imports):
+        for key in tuple(connection.imports):
             self.drop(self._imports[key])
-        route.down = True
-        if self._routes.get(route.place) is route:
-            del self._routes[route.place]
-        self._routes_by_peer.pop(route.peer, None)
-        return self.engine.close_peer(route.peer)
+        connection.down = True
+        if self._connections.get(connection.endpoint_key) is connection:
+            del self._connections[connection.endpoint_key]
+        self._connections_by_peer.pop(connection.peer, None)
+        return self.engine.close_peer(connection.peer)
 
-    async def _by_some_route(
-        self, key: WayKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
+    async def _import_with_retry(
+        self, key: TransportImportKey, info: TransportInfo, endpoint: str, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
         """Import over the connection that there is; over a fresh one when that turns out to be dead, or was displaced
         by others before the owner had seen the key.
         """
-        place = place_of(descriptor, info, endpoint)
+        place = endpoint_key_of(descriptor, info, endpoint)
         for delay_s in (*RESET_DELAYS_S, None):
-            route: EngineConnection | None = None
+            connection: EngineConnection | None = None
             try:
-                route = self._routes.get(place) or await self._route(place, info)
-                if self.quiet.is_quiet(route):
-                    route = await self.quiet.alive(route, descriptor)
-                return await self._import(key, route, descriptor, mapped)
+                connection = self._connections.get(place) or await self._route(place, info)
+                if self.quiet.needs_probe(connection):
+                    connection = await self.quiet.probe(connection, descriptor)
+                return await self._import(key, connection, descriptor, mapped)
             except PeerLost:
-                if route is not None and not route.down:
-                    self.peer_down(route.peer)
+                if connection is not None and not connection.down:
+                    self.peer_down(connection.peer)
                 if delay_s is None:
                     raise
             await asyncio.sleep(delay_s)
         raise AssertionError("the last try returns or raises")
 
-    def _remember(self, need: Need, found: Import, passed: Sequence[PassedOver]) -> None:
+    def _record_selection(self, required: Requirements, found: Import, passed: Sequence[RejectedTransport]) -> None:
         """One line in the log for each engine, pair of memories and transport; the rest is counted."""
-        route = found.route
+        connection = found.connection
         reasons = tuple(one.text for one in passed)
-        choice = Choice(route.engine_id, need.pair, route.info.name, route.endpoint, reasons)
+        choice = TransportSelection(
+            connection.engine_id, required.pair, connection.info.name, connection.endpoint, reasons
+        )
         before = self.choices.get((choice.engine_id, choice.pair))
         self.choices[choice.engine_id, choice.pair] = choice
         self.choices.move_to_end((choice.engine_id, choice.pair))
@@ -697,17 +726,17 @@ class Reach:
             over = "; passed over: " + "; ".join(reasons) if reasons else ""
             log.info("engine %s, %s: by %s%s", choice.engine_id, choice.pair, choice.transport, over)
         self._count(passed)
-        self.engine.count_choice(route.info.index, ChoiceKind.TAKEN)
+        self.engine.count_choice(connection.info.index, ChoiceKind.TAKEN)
 
-    def _count(self, passed: Sequence[PassedOver]) -> None:
+    def _count(self, passed: Sequence[RejectedTransport]) -> None:
         # Several endpoints of one transport may have failed: it was passed over once.
         for index, kind in {(one.info.index, one.kind) for one in passed if one.info is not None}:
             self.engine.count_choice(index, kind)
 
-    async def _route(self, key: Place, info: TransportInfo) -> EngineConnection:
-        route = self._routes.get(key)
-        if route is not None:
-            return route
+    async def _route(self, key: EndpointKey, info: TransportInfo) -> EngineConnection:
+        connection = self._connections.get(key)
+        if connection is not None:
+            return connection
         pending = self._connecting.get(key)
         if pending is None:
             pending = self._tasks.run(self._connect_once(key, info), f"connect {info.name} {key[2]}")
@@ -715,38 +744,38 @@ class Reach:
             pending.add_done_callback(lambda done: _forget_task(self._connecting, key, done))
         return await shared(pending)
 
-    async def _connect_once(self, key: Place, info: TransportInfo) -> EngineConnection:
+    async def _connect_once(self, key: EndpointKey, info: TransportInfo) -> EngineConnection:
         engine_id, _, endpoint, _ = key
-        peer, event = await self._dialled(key, info)
+        peer, event = await self._dial(key, info)
         for delay_s in RESET_DELAYS_S:
             if event.sys_errno != errno.ECONNRESET:
                 break
             # Displaced by other newcomers, or its process ends: then the next try is refused.
             await asyncio.sleep(delay_s)
-            peer, event = await self._dialled(key, info)
+            peer, event = await self._dial(key, info)
         if event.status != 0:
             raise error_for(event.status, sys_errno=event.sys_errno, peer=endpoint, transport=info.name)
         answered = event.answered_by
         if answered not in ("", engine_id):
-            self._down_early.pop(peer, None)
+            self._down_before_known.pop(peer, None)
             self.engine.close_peer(peer)
             why = "another engine answers there: the owner of this descriptor has ended"
             hint = "get a new descriptor"
             raise PeerIncarnationMismatch(
                 why, peer=endpoint, transport=info.name, hint=hint, expected=engine_id, actual=answered, retryable=False
             )
-        if peer in self._down_early:
-            del self._down_early[peer]
+        if peer in self._down_before_known:
+            del self._down_before_known[peer]
             self.engine.close_peer(peer)
             raise PeerLost("the connection ended as soon as it was made", peer=endpoint, transport=info.name)
-        route = EngineConnection(engine_id, info, endpoint, key, peer)
-        route.heard = asyncio.get_running_loop().time()
-        self._routes[key] = route
-        self._routes_by_peer[peer] = route
-        self.idle.begun(route)
-        return route
+        connection = EngineConnection(engine_id, info, endpoint, key, peer)
+        connection.heard = asyncio.get_running_loop().time()
+        self._connections[key] = connection
+        self._connections_by_peer[peer] = connection
+        self.idle.begun(connection)
+        return connection
 
-    async def _dialled(self, key: Place, info: TransportInfo) -> tuple[int, Event]:
+    async def _dial(self, key: EndpointKey, info: TransportInfo) -> tuple[int, Event]:
         """One attempt to connect, and how it ended."""
         _, _, endpoint, secret = key
         try:
@@ -763,22 +792,24 @@ class Reach:
             raise PeerUnreachable(f"cannot connect: {wrong}", peer=endpoint[:80], transport=info.name) from wrong
         return peer, await asyncio.shield(completion)
 
-    async def _import(self, key: WayKey, route: EngineConnection, descriptor: RemoteDescriptor, mapped: bool) -> Import:
-        route.importing += 1
-        route.fresh = False
+    async def _import(
+        self, key: TransportImportKey, connection: EngineConnection, descriptor: RemoteDescriptor, mapped: bool
+    ) -> Import:
+        connection.importing += 1
+        connection.fresh = False
         try:
-            return await self._import_once(key, route, descriptor, mapped)
+            return await self._import_once(key, connection, descriptor, mapped)
         finally:
-            route.importing -= 1
-            self.idle.freed()
+            connection.importing -= 1
+            self.idle.wake_next()
 
     async def _import_once(
-        self, key: WayKey, route: EngineConnection, descriptor: RemoteDescriptor, mapped: bool
+        self, key: TransportImportKey, connection: EngineConnection, descriptor: RemoteDescriptor, mapped: bool
     ) -> Import:
-        self.idle.use(route)
+        self.idle.use(connection)
         try:
             handle, completion = self.engine.import_(
-                route.peer,
+                connection.peer,
                 grant=descriptor.grant,
                 generation=descriptor.generation,
                 length=descriptor.length,
@@ -787,66 +818,70 @@ class Reach:
                 mapped=mapped and descriptor.kind == "hbm",
             )
         except UnknownRegion as gone:
-            raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
+            raise PeerLost(
+                "the connection has ended", peer=connection.endpoint, transport=connection.info.name
+            ) from gone
         event = await asyncio.shield(completion)
         if event.status != 0:
             self.engine.release_import(handle)
-            refused = error_for(event.status, sys_errno=event.sys_errno, peer=route.endpoint, transport=route.info.name)
+            refused = error_for(
+                event.status, sys_errno=event.sys_errno, peer=connection.endpoint, transport=connection.info.name
+            )
             raise stale(refused)
-        if route.down:
+        if connection.down:
             self.engine.release_import(handle)
-            raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
-        route.heard = asyncio.get_running_loop().time()
-        route.imports.add(key)
-        found = self._imports[key] = Import(key, route, handle, descriptor.length)
+            raise PeerLost("the connection ended", peer=connection.endpoint, transport=connection.info.name)
+        connection.heard = asyncio.get_running_loop().time()
+        connection.imports.add(key)
+        found = self._imports[key] = Import(key, connection, handle, descriptor.length)
         return found
 
     # -- connections that were quiet for a while (`quiet.py`) ------------------------------------------------------
 
-    async def _ask(self, found: Import, descriptor: RemoteDescriptor) -> None:
+    async def _probe(self, found: Import, descriptor: RemoteDescriptor) -> None:
         """Before the first bytes over a quiet connection: its other side answers, or the import goes with it."""
         try:
-            await self.quiet.alive(found.route, descriptor)
+            await self.quiet.probe(found.connection, descriptor)
         except PeerLost:
             self.lost(found)
 
-    def _take_back(self, old: EngineConnection, new: EngineConnection) -> None:
+    def _discard_replacement(self, old: EngineConnection, new: EngineConnection) -> None:
         """The old connection was silent and answered before a new one was there: the new one is not needed."""
-        self._give_up(new)
+        self._close_idle(new)
         if not old.down:
-            self._routes.setdefault(old.place, old)
+            self._connections.setdefault(old.endpoint_key, old)
 
     def lost(self, found: Import) -> None:
         """The connection of this import has ended, even if the news has not come yet."""
         self.drop(found)
-        if not found.route.down:
-            self.peer_down(found.route.peer)
+        if not found.connection.down:
+            self.peer_down(found.connection.peer)
 
     def drop(self, found: Import) -> None:
         """Let go of an import; harmless when that was done."""
         if self._imports.get(found.key) is found:
             del self._imports[found.key]
-            for need_key in found.needs:
-                self._chosen.pop(need_key, None)
-            found.route.imports.discard(found.key)
-            if not found.held:
+            for selection_key in found.selection_keys:
+                self._chosen.pop(selection_key, None)
+            found.connection.imports.discard(found.key)
+            if not found.pinned:
                 self.engine.release_import(found.handle)
 
-    def hold(self, found: Import) -> None:
-        """Kernels of the application use this memory where it is: only `let_go` ends that, whatever happens."""
-        found.held = True
-        found.route.held += 1
+    def pin(self, found: Import) -> None:
+        """Kernels of the application use this memory where it is: only `unpin` ends that, whatever happens."""
+        found.pinned = True
+        found.connection.pinned += 1
 
-    def let_go(self, found: Import) -> None:
-        """See `hold`."""
-        found.held = False
-        found.route.held -= 1
+    def unpin(self, found: Import) -> None:
+        """See `pin`."""
+        found.pinned = False
+        found.connection.pinned -= 1
         if not self.is_live(found):
             self.engine.release_import(found.handle)
-        if found.route.down and not found.route.held:
-            self.engine.close_peer(found.route.peer)
+        if found.connection.down and not found.connection.pinned:
+            self.engine.close_peer(found.connection.peer)
 
-    def forget(self, descriptor: RemoteDescriptor) -> None:
+    def drop_import(self, descriptor: RemoteDescriptor) -> None:
         """This import will not be used again: it goes now, or when its last user goes, or as soon as it is made."""
         key = key_of(descriptor)
         for info in self._transports:
@@ -854,7 +889,7 @@ class Reach:
             if found is not None:
                 found.unwanted = True
                 self.left(found)
-        if any(need_key[:-1] == key for need_key in self._resolving):
+        if any(selection_key[:-1] == key for selection_key in self._resolving):
             self._unwanted.add(key)
 
     def left(self, found: Import) -> None:
@@ -871,28 +906,28 @@ class Reach:
 
     def peer_down(self, peer: int) -> None:
         """A connection ended: its imports go, the next use connects anew."""
-        route = self._routes_by_peer.pop(peer, None)
-        if route is None:
-            self._down_early[peer] = None
-            while len(self._down_early) > DOWN_EARLY_MAX:
-                self._down_early.popitem(last=False)
+        connection = self._connections_by_peer.pop(peer, None)
+        if connection is None:
+            self._down_before_known[peer] = None
+            while len(self._down_before_known) > DOWN_BEFORE_KNOWN_MAX:
+                self._down_before_known.popitem(last=False)
             return
-        route.down = True
-        self.idle.freed()
-        if self._routes.get(route.place) is route:
-            del self._routes[route.place]
-        for key in tuple(route.imports):
+        connection.down = True
+        self.idle.wake_next()
+        if self._connections.get(connection.endpoint_key) is connection:
+            del self._connections[connection.endpoint_key]
+        for key in tuple(connection.imports):
             found = self._imports.get(key)
             if found is not None:
                 self.drop(found)
-        if not route.held:
+        if not connection.pinned:
             self.engine.close_peer(peer)
 
 
-def _passed_over(info: TransportInfo, failures: Mapping[str, KvxferError]) -> list[PassedOver]:
+def _passed_over(info: TransportInfo, failures: Mapping[str, KvxferError]) -> list[RejectedTransport]:
     kinds = {True: ChoiceKind.REFUSED, False: ChoiceKind.UNREACHABLE}
     return [
-        PassedOver(info, kinds[isinstance(error, TransportError)], f"{info.name} {endpoint}: {error.message}")
+        RejectedTransport(info, kinds[isinstance(error, TransportError)], f"{info.name} {endpoint}: {error.message}")
         for endpoint, error in failures.items()
     ]
 

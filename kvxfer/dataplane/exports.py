@@ -63,7 +63,7 @@ async def map_device(plane: DataPlane, descriptor: RemoteDescriptor) -> tuple[De
     seen = plane.engine.device_mapping(found.handle)
     if seen is None:
         raise _not_mapped(plane, found)
-    plane.hold_mapped(found)
+    plane.pin_mapped(found)
     address, device = seen
     return DeviceMemory(device, address, descriptor.length), found
 
@@ -71,7 +71,7 @@ async def map_device(plane: DataPlane, descriptor: RemoteDescriptor) -> tuple[De
 def _not_mapped(plane: DataPlane, found: Import) -> TransportError:
     plane.unmap(found)
     return TransportError(
-        "this memory cannot be mapped from here", transport=found.route.info.name, hint="use get instead"
+        "this memory cannot be mapped from here", transport=found.connection.info.name, hint="use get instead"
     )
 
 
@@ -87,7 +87,7 @@ KEPT_S = 10.0
 E = TypeVar("E")
 
 
-class EarlyNotices(Generic[E]):
+class UnexpectedQueue(Generic[E]):
     """Kept by a key (a grant, a claim), oldest key first. ``now`` comes in with every call."""
 
     def __init__(
@@ -133,7 +133,7 @@ class EarlyNotices(Generic[E]):
             given_up(reason, notice)
 
 
-class Unexpected:
+class UnexpectedCounts:
     """Counts of notices that fitted nothing, by type and reason (words known beforehand, so there are few)."""
 
     def __init__(self) -> None:
@@ -179,11 +179,11 @@ def secrets_of(transports: Sequence[TransportInfo]) -> Mapping[str, bytes]:
     return {info.name: info.secret for info in transports if info.secret is not None}
 
 
-class OwnMemory:
+class LocalMemory:
     """The regions and grants of one engine; a part of its `DataPlane`."""
 
     def __init__(
-        self, engine: Engine, *, node_id: str, incarnation: str, advertise: Sequence[str], unexpected: Unexpected
+        self, engine: Engine, *, node_id: str, incarnation: str, advertise: Sequence[str], unexpected: UnexpectedCounts
     ) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id.hex()
@@ -192,11 +192,11 @@ class OwnMemory:
         self.kinds: dict[int, MemoryKind] = {}  # of the regions
         self._endpoints = endpoints_of(engine.transports, advertise)
         self._secrets = secrets_of(engine.transports)
-        self._grant_watchers: dict[int, Callable[[Event], None]] = {}
+        self._subscribers: dict[int, Callable[[Event], None]] = {}
         self._regions: dict[int, set[Region]] = {}
         self._leaving: set[Region] = set()
-        self._early: EarlyNotices[Event] = EarlyNotices()
-        self._heard: set[int] = set()  # grants that somebody watches or has watched
+        self._early: UnexpectedQueue[Event] = UnexpectedQueue()
+        self._ever_subscribed: set[int] = set()  # grants that somebody watches or has watched
         self._unexpected = unexpected
 
     def export(
@@ -236,7 +236,7 @@ class OwnMemory:
         self.node_id, self.incarnation = node_id, incarnation
         self._endpoints = endpoints_of(self.engine.transports, advertise)
 
-    def hold(self, region: Region) -> None:
+    def add_region(self, region: Region) -> None:
         """A region exists; it is kept until its release is quiet."""
         self._regions.setdefault(region.id, set()).add(region)
         self.kinds[region.id] = region.kind
@@ -245,36 +245,36 @@ class OwnMemory:
         """Whether the same memory is also registered as another region object."""
         return len(self._regions.get(region.id, ())) > 1
 
-    def watch(self, grant: int, callback: Callable[[Event], None]) -> None:
+    def subscribe(self, grant: int, callback: Callable[[Event], None]) -> None:
         """Call back for notifications through this grant, and when its last peer vanishes.
 
         What came before anybody watched is told first, in the next turn of the loop.
         """
-        self._grant_watchers[grant] = callback
-        self._heard.add(grant)
+        self._subscribers[grant] = callback
+        self._ever_subscribed.add(grant)
         loop = asyncio.get_running_loop()
-        for event in self._early.take(grant, loop.time(), self._given_up):
+        for event in self._early.take(grant, loop.time(), self._count_dropped):
             loop.call_soon(self.on_event, event)
 
-    def watched(self, grant: int) -> bool:
+    def subscribed(self, grant: int) -> bool:
         """Somebody is called back for this grant."""
-        return grant in self._grant_watchers
+        return grant in self._subscribers
 
-    def unwatch(self, grant: int) -> None:
+    def unsubscribe(self, grant: int) -> None:
         """Stop calling back."""
-        self._grant_watchers.pop(grant, None)
+        self._subscribers.pop(grant, None)
 
     def revoke(self, grant: int) -> asyncio.Future[Event]:
         """Refuse a grant from now on; the future resolves when no peer can move a byte through it."""
-        self.hear_no_more(grant)
+        self.discard_notifications(grant)
         return self.engine.revoke(grant)
 
-    def hear_no_more(self, grant: int) -> None:
+    def discard_notifications(self, grant: int) -> None:
         """Nobody wants to know what arrives, or has arrived, by this grant."""
-        self.unwatch(grant)
-        self._heard.discard(grant)
-        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._given_up):
-            self._given_up("revoked", event)
+        self.unsubscribe(grant)
+        self._ever_subscribed.discard(grant)
+        for event in self._early.take(grant, asyncio.get_running_loop().time(), self._count_dropped):
+            self._count_dropped("revoked", event)
 
     def release(self, region: Region) -> asyncio.Future[Event]:
         """Forget a region; resolves when no peer can reach it. Until then it, and its memory, is kept alive."""
@@ -289,17 +289,17 @@ class OwnMemory:
 
     def on_event(self, event: Event) -> None:
         """A notice through one of our grants, or the end of the last peer that used it."""
-        watcher = self._grant_watchers.get(event.id)
+        watcher = self._subscribers.get(event.id)
         if watcher is not None:
             watcher(event)
         elif event.kind == EventKind.GRANT_LOST:
             return  # a peer that was told nothing else has gone: nobody asked to hear of it
-        elif event.id in self._heard:
-            self._given_up("nobody_listens", event)
+        elif event.id in self._ever_subscribed:
+            self._count_dropped("nobody_listens", event)
         else:
-            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._given_up)
+            self._early.keep(event.id, event, asyncio.get_running_loop().time(), self._count_dropped)
 
-    def _given_up(self, reason: str, event: Event) -> None:
+    def _count_dropped(self, reason: str, event: Event) -> None:
         self._unexpected.add("notice", reason)
 
     async def evacuate(self) -> None:

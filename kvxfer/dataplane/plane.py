@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Obstacle, Permit, SubmitQueue, rank_of
-from kvxfer.dataplane.connections import Choice, Import, Reach, stale
-from kvxfer.dataplane.exports import OwnMemory, Unexpected
+from kvxfer.dataplane.admission import Admission, SubmitQueue, WindowLimit, WindowSlot, rank_of
+from kvxfer.dataplane.connections import ConnectionManager, Import, TransportSelection, stale
+from kvxfer.dataplane.exports import LocalMemory, UnexpectedCounts
 from kvxfer.dataplane.transfer import StallWatch, Transfer, TransferGroup
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.errors import (
@@ -78,7 +78,7 @@ class PendingWork:
     transfer: Transfer
     part: WorkRequest
     ready: Import
-    permit: Permit | None = None
+    slot: WindowSlot | None = None
     lost: KvxferError | None = None  # the connection of its first attempt ended before anything had moved
     rank: int = 0  # set before it waits anywhere, see `admission.rank_of`
 
@@ -87,7 +87,7 @@ class PendingWork:
         self.plane.completed(self, event)
 
 
-def may_repeat(part: WorkRequest, error: KvxferError, unsent: bool) -> bool:
+def may_retry(part: WorkRequest, error: KvxferError, unsent: bool) -> bool:
     """Whether this part may go once more, over another connection, without anybody being able to tell.
 
     A get only reads: once its connection has ended nothing of it arrives any more. Of a put nothing may have left: what
@@ -115,10 +115,10 @@ class DataPlane:
         self.timeout_s = config.timeout_s  # of what belongs to this plane, and names none
         self.engine_id = engine.engine_id.hex()
         self._tasks = TaskOwner("data plane")
-        self._reach = Reach(engine, self._tasks, allowed, config=config)
-        self._is_quiet = self._reach.quiet.is_quiet  # asked for each transfer
+        self._connections = ConnectionManager(engine, self._tasks, allowed, config=config)
+        self._needs_probe = self._connections.quiet.needs_probe  # asked for each transfer
         self._now = asyncio.get_running_loop().time
-        self._line: SubmitQueue[PendingWork] = SubmitQueue(Admission(config))
+        self._queue: SubmitQueue[PendingWork] = SubmitQueue(Admission(config))
         # What is copied at once is never in flight; what a socket takes is, so only a little of it passes the window.
         self._small_bytes = {
             info.name: config.inline_bytes_max if info.same_host else min(config.inline_bytes_max, SMALL_BYTES_MAX)
@@ -130,8 +130,8 @@ class DataPlane:
         self._next_op = 0
         self._closing = False
         self._closed = False
-        self.unexpected = Unexpected()
-        self.memory = OwnMemory(
+        self.unexpected = UnexpectedCounts()
+        self.memory = LocalMemory(
             engine, node_id=node_id, incarnation=incarnation, advertise=advertise, unexpected=self.unexpected
         )
         self.stalls = StallWatch(config.stall_s, lambda count: None if self._closed else engine.note_stalled(count))
@@ -143,19 +143,19 @@ class DataPlane:
         return self.unexpected.total
 
     @property
-    def choices(self) -> Mapping[tuple[str, str], Choice]:
+    def choices(self) -> Mapping[tuple[str, str], TransportSelection]:
         """Per engine id and pair of memories: which transport was chosen, and why better ones were passed over."""
-        return self._reach.choices
+        return self._connections.choices
 
     @property
     def connections_evicted(self) -> int:
         """How many idle connections were given up because descriptors or `peers_max` were used up."""
-        return self._reach.idle.evicted
+        return self._connections.idle.evicted
 
     @property
     def permits(self) -> int:
         """How many places in windows are held or waited for; none when no transfer runs."""
-        return self._line.admission.inflight_ops + len(self._line)
+        return self._queue.admission.inflight_ops + len(self._queue)
 
     def off_loop(self, work: Callable[[Engine], None], what: str) -> asyncio.Task[None]:
         """Run what blocks (copies of memory that only a driver reaches) in a thread."""
@@ -195,10 +195,10 @@ class DataPlane:
         for number, part in enumerate(parts):
             part.number = number if len(parts) > 1 else None
             if part.span is None and part.segments is None:
-                transfer.notice = True
+                transfer.notify_only = True
             descriptor = part.descriptor
-            ready = self._reach.ready(descriptor, self.memory.kinds.get(part.region), part.check)
-            if ready is not None and (ready.route.info.same_host or not self._is_quiet(ready.route)):
+            ready = self._connections.ready(descriptor, self.memory.kinds.get(part.region), part.check)
+            if ready is not None and (ready.connection.info.same_host or not self._needs_probe(ready.connection)):
                 self._admit(PendingWork(self, transfer, part, ready))
             else:
                 self._resolve_first(transfer, part)
@@ -221,12 +221,12 @@ class DataPlane:
         ``local``: the kind of our memory in that transfer; ``check``: it will be checksummed. None stands for
         whatever the first transport that reaches the remote memory moves.
         """
-        return (await self._reach.resolve(descriptor, local, check)).route.info
+        return (await self._connections.resolve(descriptor, local, check)).connection.info
 
-    def forget(self, descriptor: RemoteDescriptor) -> None:
+    def drop_import(self, descriptor: RemoteDescriptor) -> None:
         """Let go of an import that will not be used again, once nothing runs over it."""
         if not self._closed:
-            self._reach.forget(descriptor)
+            self._connections.drop_import(descriptor)
 
     def late(self) -> None:
         """See `transfer.Canceller`."""
@@ -252,24 +252,24 @@ class DataPlane:
         """Parts that have not reached the engine end now."""
         for task in tuple(self._workers.get(transfer, ())):
             task.cancel()
-        self._give_up(self._line.of(transfer), transfer.cancelling)
-        self._run_line()
+        self._give_up(self._queue.of(transfer), transfer.cancelling)
+        self._run_queue()
 
     def _give_up(self, works: Sequence[PendingWork], error: KvxferError | None) -> None:
         """Work that waits will not reach the engine. Whoever may go instead goes afterwards."""
         for work in works:
-            if self._line.leave(work):
-                self._unuse(work.ready)
+            if self._queue.leave(work):
+                self._release_use(work.ready)
                 work.transfer.part_ended(None, 0, error)
 
-    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+    def blocked_by(self, transfer: Transfer) -> WindowLimit | None:
         """See `transfer.Canceller`."""
-        return None if transfer.tokens or transfer in self._workers else self._line.obstacle(transfer)
+        return None if transfer.tokens or transfer in self._workers else self._queue.blocked_by(transfer)
 
     def stage(self, transfer: Transfer) -> str:
         """Where a running transfer is, for the error of its deadline."""
         if transfer.tokens:
-            return NOTIFYING if transfer.notice else TRANSFERRING
+            return NOTIFYING if transfer.notify_only else TRANSFERRING
         return CONNECTING if transfer in self._workers else ROOM
 
     def drain(self) -> None:
@@ -310,46 +310,46 @@ class DataPlane:
     ) -> Import:
         """An import that is live now: it may have gone again before its waiter had its turn."""
         for _ in range(RESOLVES_MAX):
-            found = await self._reach.resolve(descriptor, local, check, mapped)
-            if self._reach.is_live(found):
+            found = await self._connections.resolve(descriptor, local, check, mapped)
+            if self._connections.is_live(found):
                 return found
         raise PeerLost("the connection ends as soon as it is made", peer=descriptor.node_id)
 
     def _admit(self, work: PendingWork) -> None:
         """Small parts go straight in; larger ones take their place in the peer's window or wait in line for it."""
         size = work.part.size
-        if size > self._small_bytes[work.ready.route.info.name]:
+        if size > self._small_bytes[work.ready.connection.info.name]:
             if work.transfer.cancelling is not None:  # an earlier part failed at once: this one must not wait
                 work.transfer.part_ended(None, 0, work.transfer.cancelling)
                 return
-            peer = work.ready.route.engine_id
+            peer = work.ready.connection.engine_id
             now = self._now()
             work.rank = rank_of(work.transfer.priority, size)
             try:
                 # A part larger than the window has the window for itself.
-                admitted = self._line.enter(work, peer, min(size, self._window_bytes), now)
+                admitted = self._queue.enter(work, peer, min(size, self._window_bytes), now)
             except KvxferError as error:
                 work.transfer.part_ended(None, 0, error)
                 return
             if not admitted:
                 work.ready.users += 1
                 return
-        if self._line.no_room and work.transfer.cancelling is None:
-            self._wait_for_room(work)
+        if self._queue.engine_full and work.transfer.cancelling is None:
+            self._wait_for_engine(work)
         else:
             self._submit(work)
 
-    def _wait_for_room(self, work: PendingWork) -> None:
+    def _wait_for_engine(self, work: PendingWork) -> None:
         work.ready.users += 1
         work.rank = rank_of(work.transfer.priority, work.part.size)
-        self._line.wait_for_room(work)
+        self._queue.wait_for_engine(work)
 
     def _submit(self, work: PendingWork) -> None:
         transfer, part, ready = work.transfer, work.part, work.ready
         if transfer.cancelling is not None:
             self._end(work, None, 0, transfer.cancelling)
             return
-        transfer.transport, transfer.address = ready.route.info.name, ready.route.endpoint
+        transfer.transport, transfer.address = ready.connection.info.name, ready.connection.endpoint
         try:
             if part.span is not None:
                 local, remote, length = part.span
@@ -372,11 +372,11 @@ class DataPlane:
                     then=work,
                 )
         except BusyError:
-            self._wait_for_room(work)
+            self._wait_for_engine(work)
             return
         except UnknownRegion as error:
             # Either our region is gone, or the import: its connection ended, and the news is still in the ring.
-            self._reach.drop(ready)
+            self._connections.drop(ready)
             self._end(work, None, 0, error, unsent=True)
             return
         except (KvxferError, OverflowError, TypeError) as error:
@@ -392,35 +392,35 @@ class DataPlane:
     def completed(self, work: PendingWork, event: Event) -> None:
         """What the engine says of work that it took."""
         ready = work.ready
-        if event.status == 0 and not ready.route.info.same_host:  # those are never asked
-            ready.route.heard = self._now()
-        self._unuse(ready)
+        if event.status == 0 and not ready.connection.info.same_host:  # those are never asked
+            ready.connection.heard = self._now()
+        self._release_use(ready)
         self._finish(work, event.token, event)
-        self._line.retry(self._resubmit)
+        self._queue.retry(self._resubmit)
 
-    def _unuse(self, ready: Import) -> None:
+    def _release_use(self, ready: Import) -> None:
         ready.users -= 1
         if ready.users:
             return
         if ready.unwanted and not self._closed:
-            self._reach.left(ready)
-        if self._reach.idle.crowded:
-            self._reach.idle.freed()
+            self._connections.left(ready)
+        if self._connections.idle.has_waiters:
+            self._connections.idle.wake_next()
 
     def _end(
         self, work: PendingWork, token: int | None, moved_bytes: int, error: KvxferError | None, *, unsent: bool = False
     ) -> None:
         """One part is over: its place in the window goes to whoever is next. ``unsent``: the engine did not take it."""
-        if work.permit is not None:
-            self._line.ended(work)
+        if work.slot is not None:
+            self._queue.ended(work)
         if error is not None and error is not work.transfer.cancelling and work.part.number is not None:
             error.fields.setdefault("part", work.part.number)
-        if error is None or not self._goes_on(work, token, moved_bytes, error, unsent):
+        if error is None or not self._retry_elsewhere(work, token, moved_bytes, error, unsent):
             work.transfer.part_ended(token, moved_bytes, error)
-        if self._line.going:
-            self._run_line()
+        if self._queue.going:
+            self._run_queue()
 
-    def _goes_on(
+    def _retry_elsewhere(
         self, work: PendingWork, token: int | None, moved_bytes: int, error: KvxferError, unsent: bool
     ) -> bool:
         """A transport that found out only now that it cannot do this, before it moved a byte: the next one is tried.
@@ -429,9 +429,9 @@ class DataPlane:
         if moved_bytes or work.transfer.done or work.transfer.cancelling is not None or self._closing:
             return False
         if error.status == StatusCode.UNSUPPORTED:
-            self._reach.pass_over(work.ready, error.message)
-        elif work.lost is None and may_repeat(work.part, error, unsent):
-            self._reach.lost(work.ready)
+            self._connections.reject_transport(work.ready, error.message)
+        elif work.lost is None and may_retry(work.part, error, unsent):
+            self._connections.lost(work.ready)
             work.lost = error
         else:
             return False
@@ -440,25 +440,25 @@ class DataPlane:
         self._resolve_first(work.transfer, work.part, work.lost)
         return True
 
-    def _run_line(self) -> None:
+    def _run_queue(self) -> None:
         """Whoever may go now goes, unless the end of everything has begun."""
         if not self._closed:
-            self._line.run(self._resubmit)
+            self._queue.run(self._resubmit)
 
     def _resubmit(self, work: PendingWork) -> None:
         """A part that waited goes on; its import may have gone meanwhile."""
         work.ready.users -= 1
         self._submit(work)
         if work.ready.unwanted and not self._closed:
-            self._reach.left(work.ready)
+            self._connections.left(work.ready)
 
     def _finish(self, work: PendingWork, token: int | None, event: Event) -> None:
         if event.status == 0:
-            if work.permit is not None:
-                self._line.ended(work)
+            if work.slot is not None:
+                self._queue.ended(work)
             work.transfer.part_ended(token, event.bytes, None)
-            if self._line.going:
-                self._run_line()
+            if self._queue.going:
+                self._run_queue()
             return
         transfer, ready = work.transfer, work.ready
         error = error_for(
@@ -466,12 +466,12 @@ class DataPlane:
             sys_errno=event.sys_errno,
             op_id=transfer.op_id,
             peer=transfer.peer,
-            transport=ready.route.info.name,
+            transport=ready.connection.info.name,
             segment=event.segment if event.segment >= 0 else None,
         )
         error = stale(error)
-        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._reach.is_live(ready):
-            self._reach.drop(ready)
+        if isinstance(error, Revoked | UnknownTransfer | StaleDescriptor) and self._connections.is_live(ready):
+            self._connections.drop(ready)
         if isinstance(error, TransferCancelled) and transfer.cancelling is not None:
             error = transfer.cancelling
         self._end(work, token, event.bytes, error)
@@ -498,22 +498,22 @@ class DataPlane:
         found.users += 1
         return found
 
-    def hold_mapped(self, found: Import) -> None:
+    def pin_mapped(self, found: Import) -> None:
         """It is a device's: nothing but `unmap` ends what is mapped."""
-        self._reach.hold(found)
+        self._connections.pin(found)
 
     def unmap(self, found: Import) -> None:
         """Nobody may look at it any more."""
-        if found.held and not self._closed:
-            self._reach.let_go(found)
+        if found.pinned and not self._closed:
+            self._connections.unpin(found)
         found.unwanted = True
-        self._unuse(found)
+        self._release_use(found)
 
     # -- events -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         if event.kind == EventKind.PEER_DOWN:
-            self._reach.peer_down(event.id)
+            self._connections.peer_down(event.id)
         else:
             self.memory.on_event(event)
 
@@ -534,14 +534,14 @@ class DataPlane:
             finally:
                 await self._close_engine()
         await asyncio.sleep(0)  # the completions that closing brought reach their transfers
-        self._line.check_idle()
+        self._queue.check_idle()
 
     async def _close_engine(self) -> None:
         if self._closed:
             return
-        self._reach.idle.stop()
+        self._connections.idle.stop()
         self._closed = True
-        for work in self._line.everybody():
+        for work in self._queue.everybody():
             self._give_up((work,), ClosedError("the data plane was closed", op_id=work.transfer.op_id))
         try:
             await self.engine.aclose()

@@ -21,15 +21,15 @@ from kvxfer.native.status import StatusCode
 from kvxfer.tasks import TaskOwner, shared
 
 if TYPE_CHECKING:
-    from kvxfer.dataplane.connections import EngineConnection, Place
+    from kvxfer.dataplane.connections import EndpointKey, EngineConnection
 
-QUIET_S = 5.0  # nothing heard for so long: it is asked
+PROBE_AFTER_S = 5.0  # nothing heard for so long: it is asked
 ANSWER_S = 1.0  # silent for so long: a new connection is made
 
 log = logger("kvxfer.quiet")
 
 
-class Quiet:
+class LivenessProbe:
     """Asks the connections of one engine. ``connect`` makes another one in place of it, ``down`` says that it ended,
     ``take_back`` that the new one (second) is not needed after all. All methods belong to the loop's thread.
     """
@@ -40,77 +40,83 @@ class Quiet:
         tasks: TaskOwner,
         *,
         busy: Callable[[EngineConnection], bool],
-        connect: Callable[[Place, TransportInfo], Awaitable[EngineConnection]],
+        connect: Callable[[EndpointKey, TransportInfo], Awaitable[EngineConnection]],
         down: Callable[[int], None],
-        take_back: Callable[[EngineConnection, EngineConnection], None],
+        discard: Callable[[EngineConnection, EngineConnection], None],
     ) -> None:
         self._engine = engine
         self._tasks = tasks
         self._busy = busy
         self._connect = connect
         self._down = down
-        self._take_back = take_back
-        self._asking: dict[int, asyncio.Task[EngineConnection]] = {}
+        self._discard_replacement = discard
+        self._probing: dict[int, asyncio.Task[EngineConnection]] = {}
         self._now = asyncio.get_running_loop().time
 
-    def is_quiet(self, route: EngineConnection) -> bool:
+    def needs_probe(self, connection: EngineConnection) -> bool:
         """Whether nothing was heard over it for so long that something on the way may have forgotten it."""
-        if route.info.same_host or self._now() - route.heard <= QUIET_S:
+        if connection.info.same_host or self._now() - connection.heard <= PROBE_AFTER_S:
             return False
-        return route.peer in self._asking or not self._busy(route)
+        return connection.peer in self._probing or not self._busy(connection)
 
-    async def alive(self, route: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
+    async def probe(self, connection: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
         """This connection, if its other side answers; or a new one, which was made while it was silent.
 
         When the new one cannot be made either, the old one stays: perhaps its owner only stands still. `PeerLost` when
         it has ended.
         """
-        asked = self._asking.get(route.peer)
+        asked = self._probing.get(connection.peer)
         if asked is None:
-            asked = self._tasks.run(self._alive(route, descriptor), f"ask {route.info.name} {route.endpoint}")
-            self._asking[route.peer] = asked
-            asked.add_done_callback(lambda done: self._asked(route.peer, done))
+            asked = self._tasks.run(
+                self._probe_once(connection, descriptor), f"ask {connection.info.name} {connection.endpoint}"
+            )
+            self._probing[connection.peer] = asked
+            asked.add_done_callback(lambda done: self._probed(connection.peer, done))
         return await shared(asked)
 
-    def _asked(self, peer: int, done: asyncio.Task[EngineConnection]) -> None:
-        del self._asking[peer]
+    def _probed(self, peer: int, done: asyncio.Task[EngineConnection]) -> None:
+        del self._probing[peer]
         _retrieve(done)
 
-    async def _alive(self, route: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
-        answer = self._tasks.run(self._answer(route, descriptor), "an answer over a quiet connection")
+    async def _probe_once(self, connection: EngineConnection, descriptor: RemoteDescriptor) -> EngineConnection:
+        answer = self._tasks.run(self._answer(connection, descriptor), "an answer over a quiet connection")
         await asyncio.wait((answer,), timeout=ANSWER_S)
         if answer.done():
             answer.result()
-            return route
-        anew = self._tasks.run(self._made_anew(route), f"connect {route.info.name} {route.endpoint} anew")
+            return connection
+        anew = self._tasks.run(
+            self._made_anew(connection), f"connect {connection.info.name} {connection.endpoint} anew"
+        )
         await asyncio.wait((answer, anew), return_when=asyncio.FIRST_COMPLETED)
         answer.add_done_callback(_retrieve)
         if not anew.done():
-            anew.add_done_callback(lambda done: self._not_needed(route, done))
+            anew.add_done_callback(lambda done: self._not_needed(connection, done))
             answer.result()
-            return route
+            return connection
         if anew.exception() is not None:
-            route.heard = self._now()
-            return route
-        log.info("%s %s: silent for %g s, replaced by a new connection", route.info.name, route.endpoint, ANSWER_S)
-        if not route.down:
-            self._down(route.peer)
+            connection.heard = self._now()
+            return connection
+        log.info(
+            "%s %s: silent for %g s, replaced by a new connection", connection.info.name, connection.endpoint, ANSWER_S
+        )
+        if not connection.down:
+            self._down(connection.peer)
         return anew.result()
 
-    async def _made_anew(self, route: EngineConnection) -> EngineConnection:
-        return await self._connect(route.place, route.info)
+    async def _made_anew(self, connection: EngineConnection) -> EngineConnection:
+        return await self._connect(connection.endpoint_key, connection.info)
 
-    def _not_needed(self, route: EngineConnection, done: asyncio.Task[EngineConnection]) -> None:
+    def _not_needed(self, connection: EngineConnection, done: asyncio.Task[EngineConnection]) -> None:
         _retrieve(done)
         if not done.cancelled() and done.exception() is None:
-            self._take_back(route, done.result())
+            self._discard_replacement(connection, done.result())
 
-    async def _answer(self, route: EngineConnection, descriptor: RemoteDescriptor) -> None:
+    async def _answer(self, connection: EngineConnection, descriptor: RemoteDescriptor) -> None:
         """Returns when the owner has answered anything; `PeerLost` when the connection has ended."""
-        route.importing += 1
+        connection.importing += 1
         try:
             handle, completion = self._engine.import_(
-                route.peer,
+                connection.peer,
                 grant=descriptor.grant,
                 generation=descriptor.generation,
                 length=descriptor.length,
@@ -120,12 +126,14 @@ class Quiet:
             event = await asyncio.shield(completion)
             self._engine.release_import(handle)
         except UnknownRegion as gone:
-            raise PeerLost("the connection has ended", peer=route.endpoint, transport=route.info.name) from gone
+            raise PeerLost(
+                "the connection has ended", peer=connection.endpoint, transport=connection.info.name
+            ) from gone
         finally:
-            route.importing -= 1
-        if event.status == StatusCode.PEER_LOST or route.down:
-            raise PeerLost("the connection ended", peer=route.endpoint, transport=route.info.name)
-        route.heard = self._now()
+            connection.importing -= 1
+        if event.status == StatusCode.PEER_LOST or connection.down:
+            raise PeerLost("the connection ended", peer=connection.endpoint, transport=connection.info.name)
+        connection.heard = self._now()
 
 
 def _retrieve(done: asyncio.Task[EngineConnection] | asyncio.Task[None]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvxfer.dataplane.admission import Obstacle
+from kvxfer.dataplane.admission import WindowLimit
 from kvxfer.errors import KvxferError, Stalled, TransferCancelled, TransferTimeout
 
 # -- noticing that something which runs does not move on: a peer that is frozen, a link that lost its other end --------
@@ -24,9 +24,9 @@ from kvxfer.errors import KvxferError, Stalled, TransferCancelled, TransferTimeo
 # nothing runs, and one turn looks at a bounded number, so that ten thousand transfers do not hold the loop.
 
 
-LOOKS_PER_STALL = 4
-LOOKS_MAX = 500  # in one turn
-TURN_S_MIN = 0.01
+POLLS_PER_STALL = 4
+POLLS_PER_TURN_MAX = 500  # in one turn
+POLL_S_MIN = 0.01
 
 
 class Watched(Protocol):
@@ -39,7 +39,7 @@ Progress = Callable[[], int | None]  # only grows; None: it does not wait for a 
 
 
 @dataclass(slots=True)
-class _Look:
+class _Watch:
     progress: Progress
     due: float
     last: int | None
@@ -52,9 +52,9 @@ class StallWatch:
 
     def __init__(self, stall_s: float, note: Callable[[int], None]) -> None:
         self._stall_s = stall_s
-        self._look_s = stall_s / LOOKS_PER_STALL
+        self._poll_s = stall_s / POLLS_PER_STALL
         self._note = note
-        self._watched: OrderedDict[Watched, _Look] = OrderedDict()  # in the order in which they are due
+        self._watched: OrderedDict[Watched, _Watch] = OrderedDict()  # in the order in which they are due
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self.stalled = 0
@@ -66,14 +66,14 @@ class StallWatch:
         """It runs from now on."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        self._watched[item] = _Look(progress, now + self._look_s, 0, now)
+        self._watched[item] = _Watch(progress, now + self._poll_s, 0, now)
         if self._timer is None and not self._closed:
-            self._timer = loop.call_later(self._look_s, self._turn)
+            self._timer = loop.call_later(self._poll_s, self._poll_due)
 
     def end(self, item: Watched) -> None:
         """It is over; harmless when it was not watched."""
-        look = self._watched.pop(item, None)
-        if look is not None and look.stalled:
+        watch = self._watched.pop(item, None)
+        if watch is not None and watch.stalled:
             self._count(-1)
 
     def aclose(self) -> None:
@@ -84,33 +84,33 @@ class StallWatch:
             self._timer.cancel()
             self._timer = None
 
-    def _turn(self) -> None:
+    def _poll_due(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
         changed = 0
-        for _ in range(min(LOOKS_MAX, len(self._watched))):
-            item, look = next(iter(self._watched.items()))
-            if look.due > now:
+        for _ in range(min(POLLS_PER_TURN_MAX, len(self._watched))):
+            item, watch = next(iter(self._watched.items()))
+            if watch.due > now:
                 break
             self._watched.move_to_end(item)
-            look.due = now + self._look_s
-            changed += self._look(item, look, now)
+            watch.due = now + self._poll_s
+            changed += self._poll(item, watch, now)
         if changed:
             self._count(changed)
         if self._watched and not self._closed:
             due = next(iter(self._watched.values())).due
-            self._timer = loop.call_later(max(TURN_S_MIN, due - now), self._turn)
+            self._timer = loop.call_later(max(POLL_S_MIN, due - now), self._poll_due)
 
-    def _look(self, item: Watched, look: _Look, now: float) -> int:
+    def _poll(self, item: Watched, watch: _Watch, now: float) -> int:
         """How many more are stalled because of it."""
-        progress = look.progress()
-        if progress is None or progress != look.last:
-            look.last, look.since = progress, now
-        stalled = now - look.since >= self._stall_s
-        if stalled == look.stalled:
+        progress = watch.progress()
+        if progress is None or progress != watch.last:
+            watch.last, watch.since = progress, now
+        stalled = now - watch.since >= self._stall_s
+        if stalled == watch.stalled:
             return 0
-        look.stalled = stalled
+        watch.stalled = stalled
         item.mark_stalled(stalled)
         return 1 if stalled else -1
 
@@ -132,7 +132,7 @@ class Canceller(Protocol):
     def progress(self, token: int) -> int:
         """Bytes that a part in the engine's hands has moved."""
 
-    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+    def blocked_by(self, transfer: Transfer) -> WindowLimit | None:
         """What it waits for before the engine has anything of it; None when it waits for no window."""
 
     def stage(self, transfer: Transfer) -> str: ...
@@ -166,7 +166,7 @@ class Transfer:
         "_waiters",
         "address",
         "attempt",
-        "notice",
+        "notify_only",
         "op_id",
         "peer",
         "priority",
@@ -190,7 +190,7 @@ class Transfer:
         self.address = ""  # of the peer's engine, once a part is on its way there
         self.attempt = 1  # grows when a part goes another way because the first was none
         self._bytes_done = 0
-        self.notice = False  # it moves no bytes, it only tells
+        self.notify_only = False  # it moves no bytes, it only tells
         self.op_id = op_id
         self.peer = peer
         self.priority = priority
@@ -350,8 +350,8 @@ class Transfer:
 
     def _too_late(self, timeout: float) -> KvxferError:
         kind = Stalled if self._stalled else TransferTimeout
-        obstacle = self._canceller.obstacle(self)
-        if obstacle is None:
+        blocked_by = self._canceller.blocked_by(self)
+        if blocked_by is None:
             return kind(
                 f"no completion within {timeout:g} s",
                 transport=self.transport or None,
@@ -359,12 +359,12 @@ class Transfer:
                 hint="the memory stays quarantined until the engine is quiet",
             )
         return kind(
-            f"no completion within {timeout:g} s: waits for {obstacle}",
+            f"no completion within {timeout:g} s: waits for {blocked_by}",
             transport=self.transport or None,
             bytes_done=self.bytes_done,
-            option=obstacle.option,
-            in_use=obstacle.in_use,
-            limit=obstacle.limit,
+            option=blocked_by.option,
+            in_use=blocked_by.in_use,
+            limit=blocked_by.limit,
             hint="what is in flight to this peer takes longer than the timeout: start less at a time, or wait longer",
         )
 

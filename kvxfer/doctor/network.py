@@ -35,7 +35,7 @@ from kvxfer.doctor.host import Tree
 from kvxfer.errors import ConfigError, KvxferError, UsageError
 from kvxfer.net.credentials import DAY_S, Credentials
 from kvxfer.net.dial import candidates, reason, resolve
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.net.listeners import listen_tcp, peer_credentials
 from kvxfer.wire import messages as m
 
@@ -87,7 +87,7 @@ async def ask_status(addresses: Sequence[str], config: Config, timeout_s: float)
     """The status of the daemon; as a tool, which may ask nothing else."""
     known = Credentials(config, unconfigured="look")
     node_id = "" if known.keys is None else known.keys.node_id  # it proves itself with the keys of its node
-    facts = LinkFacts(role="tool", name="doctor", namespace=config.namespace, node_id=node_id)
+    facts = LocalIdentity(role="tool", name="doctor", namespace=config.namespace, node_id=node_id)
     link = await Link.dial(addresses, facts, config, credentials=known, timeout=timeout_s)
     try:
         reply = await link.request(m.Status(), timeout=timeout_s)

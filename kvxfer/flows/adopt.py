@@ -102,7 +102,7 @@ class Adoption:
         deadline = Deadline.after(self._timeout)
         message = Claim(kind="landing", key=self.request_id, wait_s=deadline.wait(self._wait_s))
         self._claim, body = await self._client.control.claim(message, deadline, self._on_claim)
-        self._client.enter(self, self._end)
+        self._client.register_flow(self, self._end)
         descriptor: RemoteDescriptor | None = None
         try:
             descriptor, self.device, self.layout, self.table = _parse(body)
@@ -114,7 +114,7 @@ class Adoption:
         except BaseException:
             self._settle()
             if descriptor is not None and not self._client.closed:
-                self._client.plane.forget(descriptor)
+                self._client.plane.drop_import(descriptor)
             raise
         return self
 
@@ -137,7 +137,7 @@ class Adoption:
             self._no_device = error if isinstance(error, TransportError) else _unmapped(error)
 
     def _settle(self) -> None:
-        self._client.leave(self)
+        self._client.unregister_flow(self)
         self._array = self._on_device = None
         mapped, self._mapped = self._mapped, None
         descriptor, self._descriptor = self._descriptor, None
@@ -147,9 +147,9 @@ class Adoption:
         if mapped is not None:
             self._client.plane.unmap(mapped)
         if descriptor is not None:
-            self._client.plane.forget(descriptor)
+            self._client.plane.drop_import(descriptor)
         if claim is not None:
-            self._client.control.settle_in_background(claim, "done", None)
+            self._client.control.report_in_background(claim, "done", None)
 
     def _end(self, error: KvxferError) -> None:
         self._lost = self._lost or error

@@ -18,7 +18,7 @@ import msgpack
 
 from kvxfer.config import Config
 from kvxfer.coverage import Box
-from kvxfer.dataplane.exports import Unexpected
+from kvxfer.dataplane.exports import UnexpectedCounts
 from kvxfer.descriptors import Ticket
 from kvxfer.errors import (
     NOT_TOLD,
@@ -30,7 +30,7 @@ from kvxfer.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.tasks import ANSWER, CONNECTING, Deadline, TaskOwner, shared
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -42,41 +42,41 @@ from kvxfer.wire.messages import DETAILS_MAX, Report, exception_of
 # it twice does no harm. What can never be confirmed is forgotten when no lease can be left that it is about.
 
 
-class Untold:
+class Outbox:
     """At most ``limit`` settlements, each for ``keep_s`` seconds of ``clock``; the oldest make room."""
 
     def __init__(self, clock: Callable[[], float], *, limit: int, keep_s: float) -> None:
         self._clock = clock
         self._limit = limit
         self._keep_s = keep_s
-        self._said: OrderedDict[int, tuple[m.Settle, float]] = OrderedDict()  # by the number of the request
+        self._sent: OrderedDict[int, tuple[m.Settle, float]] = OrderedDict()  # by the number of the request
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._sent)
 
-    def said(self, number: int, message: m.Settle) -> None:
+    def add(self, number: int, message: m.Settle) -> None:
         """Sent to the daemon as this request, and not answered yet."""
         now = self._clock()
-        self._said[number] = (message, now + self._keep_s)
-        while len(self._said) > self._limit or next(iter(self._said.values()))[1] < now:
-            self._said.popitem(last=False)
+        self._sent[number] = (message, now + self._keep_s)
+        while len(self._sent) > self._limit or next(iter(self._sent.values()))[1] < now:
+            self._sent.popitem(last=False)
 
-    def answered(self, reply: Message) -> None:
+    def acknowledged(self, reply: Message) -> None:
         """The daemon's first answer, or a later one. When it could not reach the owner it keeps the settlement, and
         answers once more when it has; anything else is the owner's word."""
         if isinstance(reply, m.Error) and isinstance(exception_of(reply), NOT_TOLD):
             return
-        self._said.pop(getattr(reply, "rid", 0), None)
+        self._sent.pop(getattr(reply, "rid", 0), None)
 
     def take(self, room: int) -> list[m.Settle]:
         """There is a new daemon: the latest of them, at most ``room``, in order. None are left here."""
         now = self._clock()
-        left = [message for message, until in self._said.values() if until >= now]
-        self._said.clear()
+        left = [message for message, until in self._sent.values() if until >= now]
+        self._sent.clear()
         return left[-room:] if room else []
 
 
-EARLY_KEYS_MAX, EARLY_EVENTS_MAX = 1024, 16
+UNEXPECTED_KEYS_MAX, UNEXPECTED_EVENTS_MAX = 1024, 16
 UNSENT_MAX = 4096
 RETRY_S = 0.02
 # Where an engine without a `data_bind` of its own listens: field of `EngineConfig`, name in the daemon's status.
@@ -129,10 +129,10 @@ class _Listening:
 class Control:
     """The link, the postings and the claims of one worker."""
 
-    def __init__(self, socket_path: str, config: Config, *, facts: LinkFacts, rng: Random) -> None:
+    def __init__(self, socket_path: str, config: Config, *, identity: LocalIdentity, rng: Random) -> None:
         self._path = socket_path
         self._config = config
-        self._facts = facts
+        self._identity = identity
         self._rng = rng
         self._tasks = TaskOwner("control")
         self._link: Link | None = None
@@ -143,7 +143,7 @@ class Control:
         self._unsent: deque[m.Settle | m.Withdraw] = deque(maxlen=UNSENT_MAX)
         self._retry: asyncio.TimerHandle | None = None
         self._reconnecting = False
-        self._untold = Untold(self._loop_time, limit=UNSENT_MAX, keep_s=config.lease_s_max)
+        self._outbox = Outbox(self._loop_time, limit=UNSENT_MAX, keep_s=config.lease_s_max)
         self._early: OrderedDict[tuple[str, int], list[m.PostingEvent]] = OrderedDict()
         self._deliveries: dict[str, _Listening] = {}
         self.node_id = ""
@@ -176,7 +176,7 @@ class Control:
 
     async def _connect(self) -> None:
         link = await Link.dial_unix(
-            self._path, self._facts, self._config, on_message=self._on_message, on_late=self._on_late
+            self._path, self._identity, self._config, on_message=self._on_message, on_late=self._on_late
         )
         try:
             await self._learn(link)
@@ -246,7 +246,7 @@ class Control:
 
     async def _restore(self, link: Link) -> None:
         """Tell a new daemon what the old one knew. What it refuses ends, and its owner is told; the rest goes on."""
-        self._say_again()
+        self._resend()
         self.on_restored()
         for channel in tuple(self._deliveries):
             try:
@@ -286,7 +286,7 @@ class Control:
             raise DaemonUnavailable("the link to the local daemon is down", peer=self._path)
         return self._link
 
-    def say(self, message: m.Report) -> bool:
+    def send_report(self, message: m.Report) -> bool:
         """Tell the daemon something that it does not answer; whether that is done."""
         try:
             if self._link is None:
@@ -394,7 +394,7 @@ class Control:
         ``finish``: a cancelled claim is not given up on its way but made and settled, so that its owner hears of it.
         """
         link = await self.link(deadline)
-        message = replace(message, engine_id=self._facts.engine_id)
+        message = replace(message, engine_id=self._identity.engine_id)
         timeout = deadline.require("the claim was answered", ANSWER)
         pending = self._tasks.run(link.request(message, timeout=timeout), "claim")
         try:
@@ -422,9 +422,9 @@ class Control:
             return
         reply = done.result()
         if isinstance(reply, m.Claimed) and reply.claim:
-            self.settle_in_background(ClaimHandle(tuple(node), reply.posting, reply.claim), "cancelled", None)
+            self.report_in_background(ClaimHandle(tuple(node), reply.posting, reply.claim), "cancelled", None)
 
-    def settle_in_background(self, handle: ClaimHandle, outcome: str, error: KvxferError | None) -> None:
+    def report_in_background(self, handle: ClaimHandle, outcome: str, error: KvxferError | None) -> None:
         """Tell the owner how a claim ended, through the next daemon if there is none now."""
         self._claims.pop((handle.posting, handle.claim), None)
         code = "" if error is None else error.code
@@ -499,7 +499,7 @@ class Control:
             return
         handle = self._postings.get(event.posting)
         if handle is None:
-            self._keep_early(event)
+            self._keep_unexpected(event)
             return
         if event.what == "claimed":
             handle.claims.add(event.claim)
@@ -514,14 +514,14 @@ class Control:
             handle.withdrawn = True
         _tell(handle.on_event, event)
 
-    def _keep_early(self, event: m.PostingEvent) -> None:
+    def _keep_unexpected(self, event: m.PostingEvent) -> None:
         # An event may overtake the coroutine that waits for the reply which announces its claim or posting.
         self.unexpected_events += 1
         key = (event.posting, event.claim if event.what in CLAIM_ENDS else 0)
         kept = self._early.setdefault(key, [])
-        if len(kept) < EARLY_EVENTS_MAX:
+        if len(kept) < UNEXPECTED_EVENTS_MAX:
             kept.append(event)
-        while len(self._early) > EARLY_KEYS_MAX:
+        while len(self._early) > UNEXPECTED_KEYS_MAX:
             self._early.popitem(last=False)
 
     def _on_late(self, link: Link, message: m.Message) -> None:
@@ -533,7 +533,7 @@ class Control:
         elif isinstance(message, m.Claimed) and message.claim:
             self._send(m.Settle(posting=message.posting, claim=message.claim, outcome="cancelled"))
         elif isinstance(message, m.Done):
-            self._untold.answered(message)
+            self._outbox.acknowledged(message)
 
     # -- outgoing ---------------------------------------------------------------------------------------------------
 
@@ -564,13 +564,13 @@ class Control:
     def _notify(self, link: Link, message: m.Settle | m.Withdraw) -> None:
         """Say it; what has to reach another node is remembered until it has."""
         if isinstance(message, m.Settle) and message.node:
-            self._untold.said(link.notify(message, self._untold.answered), message)
+            self._outbox.add(link.notify(message, self._outbox.acknowledged), message)
         else:
             link.notify(message)
 
-    def _say_again(self) -> None:
+    def _resend(self) -> None:
         """To a new daemon: first what the one before it may have kept to itself."""
-        again = self._untold.take(UNSENT_MAX - len(self._unsent))
+        again = self._outbox.take(UNSENT_MAX - len(self._unsent))
         self._unsent.extendleft(reversed(again))
         self._send_unsent()
 
@@ -621,12 +621,12 @@ class Reporter:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._control: Control | None = None
-        self._unexpected = Unexpected()
+        self._unexpected = UnexpectedCounts()
         self._told = Report()
         self._timer: asyncio.TimerHandle | None = None
         self.registration_failed = ""
 
-    def start(self, control: Control, unexpected: Unexpected) -> None:
+    def start(self, control: Control, unexpected: UnexpectedCounts) -> None:
         """From now on everything is told to this daemon, and to the next one in its place."""
         self._control, self._unexpected = control, unexpected
         unexpected.on_add = self._changed
@@ -662,7 +662,7 @@ class Reporter:
     def _tell(self) -> None:
         self._timer = None
         report = self._now()
-        if report != self._told and self._control is not None and self._control.say(report):
+        if report != self._told and self._control is not None and self._control.send_report(report):
             self._told = report
 
     def _now(self) -> Report:

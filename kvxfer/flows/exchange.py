@@ -181,7 +181,7 @@ def _require_all(source: CacheLayout, source_table: BlockTable, target: CacheLay
             raise GeometryMismatch("the source does not hold every layer of the target", field="layers", layer=number)
 
 
-class Reaching:
+class PeerImports:
     """Connecting to the other side's memory, ended by the deadline or as soon as the flow has failed."""
 
     def __init__(self) -> None:

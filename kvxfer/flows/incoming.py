@@ -14,7 +14,7 @@ from kvxfer.coverage import Box, Coverage, clip
 from kvxfer.errors import KvxferError, ProtocolError, TooLarge, TransferCancelled
 from kvxfer.wire import tags
 
-EARLY_NOTICES_MAX = 8192
+UNEXPECTED_NOTIFICATIONS_MAX = 8192
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Incoming:
     def claimed(self, number: int, boxes: Iterable[Box]) -> KvxferError | None:
         """The daemon announced a claim; without boxes it writes everything. What it has said before now counts.
 
-        Returns the error that ends the offer, as `notice` does.
+        Returns the error that ends the offer, as `on_notification` does.
         """
         if number in self.writers:
             return None
@@ -85,13 +85,13 @@ class Incoming:
         self.writers[number] = Writer(part, _elements(part))
         early = self._early.pop(number, [])
         self._early_count -= len(early)
-        for notice in early:
-            found = self.notice(number, *notice)
+        for on_notification in early:
+            found = self.on_notification(number, *on_notification)
             if isinstance(found, KvxferError):
                 return found
         return None
 
-    def notice(self, number: int, kind: int, layer: int, value: int) -> KvxferError | str:
+    def on_notification(self, number: int, kind: int, layer: int, value: int) -> KvxferError | str:
         """A claim says on the data path that ``value`` elements of a layer arrived, that it is committed with so many
         layers, or that it ends. Returns the error that ends the offer, why the notice does not count, or "".
         """
@@ -137,7 +137,7 @@ class Incoming:
             self._show(self.want.layers)
         return ""
 
-    def take_early(self) -> list[int]:
+    def take_unexpected(self) -> list[int]:
         """The kinds of the notices that no announced claim ever made; they are forgotten."""
         kinds = [kind for kept in self._early.values() for kind, _, _ in kept]
         self._early.clear()
@@ -150,7 +150,7 @@ class Incoming:
         self._new += new
 
     def _keep(self, number: int, kind: int, layer: int, value: int) -> str:
-        if self._early_count >= EARLY_NOTICES_MAX:
+        if self._early_count >= UNEXPECTED_NOTIFICATIONS_MAX:
             return "too_early"
         self._early.setdefault(number, []).append((kind, layer, value))
         self._early_count += 1

@@ -246,10 +246,10 @@ class Notifications:
 
     async def __aenter__(self) -> Notifications:
         plane = self._client.plane
-        if plane.memory.watched(self._grant):
+        if plane.memory.subscribed(self._grant):
             raise UsageError("somebody listens to this descriptor already", grant=self._grant)
-        plane.memory.watch(self._grant, self._on_event)
-        self._client.enter(self, self._end)
+        plane.memory.subscribe(self._grant, self._on_event)
+        self._client.register_flow(self, self._end)
         self._watching = True
         return self
 
@@ -257,9 +257,9 @@ class Notifications:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watching = False
-        self._client.leave(self)
+        self._client.unregister_flow(self)
         if not self._client.closed:
-            self._client.plane.memory.unwatch(self._grant)
+            self._client.plane.memory.unsubscribe(self._grant)
 
     async def next(self, *, timeout: float) -> int:
         """The next value; `TransferTimeout` when none comes in ``timeout`` seconds."""
@@ -311,7 +311,7 @@ class Share:
         self._region = region
         self._handle: PostingHandle | None = None
         self.ended = ""
-        self.descriptor = region.lend(access, self._region_released)
+        self.descriptor = region.grant_access(access, self._region_released)
 
     async def _post(self, name: str, lease_s: float, deadline: Deadline) -> None:
         body: bytes = msgpack.packb(self.descriptor.to_dict())
@@ -321,7 +321,7 @@ class Share:
             )
         except BaseException:
             if not self._client.closed:
-                self._region.take_back(self.descriptor.grant)
+                self._region.start_revoke(self.descriptor.grant)
             raise
 
     async def withdraw(self, *, timeout: float | None = None) -> None:
@@ -335,7 +335,7 @@ class Share:
             if self._client.closed:
                 return
             self._client.control.withdraw_in_background(handle, "withdrawn")
-            quiet = self._region.take_back(self.descriptor.grant)
+            quiet = self._region.start_revoke(self.descriptor.grant)
             async with deadline.bound("every peer had let go of the shared memory", OTHER_SIDE):
                 await asyncio.shield(quiet)
 
@@ -384,7 +384,7 @@ async def lookup_descriptor(
     message = Claim(node=node, kind="region", key=name, wait_s=deadline.wait(wait_s))
     claim, body = await client.control.claim(message, deadline, _ignore_claims)
     # The descriptor stays valid until its owner takes it back; the claim itself is of no further use.
-    client.control.settle_in_background(claim, "done", None)
+    client.control.report_in_background(claim, "done", None)
     with from_peer("descriptor"):
         return RemoteDescriptor.from_dict(unpack_map(body, "descriptor"))
 

@@ -211,7 +211,7 @@ class Group:
                     return
                 self._check(self._moves[self._moves.taken])
         except KvxferError as error:
-            self._begin_no_more(error, FAILED)
+            self._stop_starting(error, FAILED)
             return
         self._begin_some(until)
 
@@ -220,7 +220,7 @@ class Group:
             now = self._loop.time()
             if now >= self._ends_at:
                 late = TransferTimeout(f"not begun within {self._timeout:g} s", hint="move fewer, or wait longer")
-                self._begin_no_more(late, TIMED_OUT)
+                self._stop_starting(late, TIMED_OUT)
                 return
             if now >= until:
                 self._continue()
@@ -231,13 +231,13 @@ class Group:
             except KvxferError as error:
                 if place == 0:
                     raise
-                self._begin_no_more(error, FAILED)
+                self._stop_starting(error, FAILED)
                 return
             self._begun += 1
             self._running[transfer] = place
             transfer.on_decided(self._one_decided)
 
-    def _begin_no_more(self, error: KvxferError, state: str) -> None:
+    def _stop_starting(self, error: KvxferError, state: str) -> None:
         """What has not been begun fails with this."""
         if self._never is not None or self._begun == len(self._moves):
             return
@@ -273,7 +273,7 @@ class Group:
             self._end_all("another move of an atomic group failed")
 
     def _end_all(self, why: str) -> None:
-        self._begin_no_more(TransferCancelled(why, by="us"), CANCELLED)
+        self._stop_starting(TransferCancelled(why, by="us"), CANCELLED)
         for other in tuple(self._running):
             other.request_cancel(TransferCancelled(why, op_id=other.op_id, by="us"))
 

@@ -109,12 +109,12 @@ class Landing:
         self._entered = True
         deadline = Deadline.after(self._timeout)
         try:
-            self._client.enter(self, self._fail)
+            self._client.register_flow(self, self._fail)
             descriptors = []
-            for region, descriptor in self._cache.lend("w", table, self._region_released):
+            for region, descriptor in self._cache.grant_access("w", table, self._region_released):
                 descriptors.append(descriptor)
                 self._grants.append((region, descriptor.grant))
-                plane.memory.watch(descriptor.grant, self._on_data)
+                plane.memory.subscribe(descriptor.grant, self._on_data)
             plane.stalls.begin(self, self._progress)
             body = await TransferOffer(
                 layout=layout, table=table, descriptors=tuple(descriptors), check=self._check
@@ -215,7 +215,7 @@ class Landing:
         if self._closed:
             return
         if event.kind == EventKind.GRANT_LOST:
-            self._pusher_vanished()
+            self._connection_lost()
             return
         tag = tags.unpack(event.tag)
         if tag.kind not in (tags.LAYER, tags.COMMIT, tags.ABORT):
@@ -224,7 +224,7 @@ class Landing:
         if not tag.claim:
             self._unexpected(tag.kind, "other_claim")
             return
-        found = self._incoming.notice(tag.claim, tag.kind, tag.layer, event.value)
+        found = self._incoming.on_notification(tag.claim, tag.kind, tag.layer, event.value)
         if found and not isinstance(found, KvxferError):
             self._unexpected(tag.kind, found)
         self._learned(found if isinstance(found, KvxferError) else None)
@@ -235,7 +235,7 @@ class Landing:
         """The part of this claim is here and others are not: it is over, even if its pusher dies before it says so."""
         if self._posting is not None and claim in self._incoming.writers:
             handle = ClaimHandle((), self._posting.posting, claim)
-            self._client.control.settle_in_background(handle, "done", None)
+            self._client.control.report_in_background(handle, "done", None)
 
     def _learned(self, error: KvxferError | None) -> None:
         """Something arrived, or was announced: layers may be whole now, or all is committed, or it has failed."""
@@ -251,16 +251,16 @@ class Landing:
             self._fail(self._incomplete(Incomplete, f"all pushes of {self.request_id} that were expected are over"))
         self._wake()
 
-    def _pusher_vanished(self) -> None:
+    def _connection_lost(self) -> None:
         """A connection has ended, and it was the last. Whether its pusher was cancelled, failed or died is what the
         daemons say, if they can; with several pushers it need not be one whose part is missing.
         """
-        if self._cut_off():
+        if self._daemon_unreachable():
             self._lost()
         elif self._vanished is None and len(self._incoming.writers) <= 1:
             self._vanished = asyncio.get_running_loop().call_later(WHY_S, self._lost)
 
-    def _cut_off(self) -> bool:
+    def _daemon_unreachable(self) -> bool:
         """Nobody can say through the daemons what becomes of a pusher."""
         return not self._client.control.connected or any(writer.orphaned for writer in self._incoming.writing)
 
@@ -269,7 +269,7 @@ class Landing:
         if self._attached():
             return  # it has come back over another connection
         writers = self._incoming.writers
-        if self._incoming.writing if self._cut_off() or len(writers) == 1 else not writers:
+        if self._incoming.writing if self._daemon_unreachable() or len(writers) == 1 else not writers:
             self._fail(PeerLost(f"the worker that pushed {self.request_id} vanished", layers_arrived=len(self._seen)))
 
     def _attached(self) -> bool:
@@ -283,10 +283,10 @@ class Landing:
             self.committed = True
             self._stop_timer()
             self._client.plane.stalls.end(self)
-            self._count_early()
+            self._count_unexpected_left()
 
-    def _count_early(self) -> None:
-        for kind in self._incoming.take_early():
+    def _count_unexpected_left(self) -> None:
+        for kind in self._incoming.take_unexpected():
             self._unexpected(kind, "other_claim")
 
     def _on_posting(self, event: PostingEvent) -> None:
@@ -353,13 +353,13 @@ class Landing:
 
     def _fail_if_not_committed(self, error: KvxferError) -> None:
         """Not by the data path. A commit that this side has acknowledged counts, also one that comes in this moment."""
-        self._take_back()
+        self._start_revoke()
         self._client.plane.drain()
         self._fail(error)
 
-    def _take_back(self) -> list[asyncio.Future[Any]]:
+    def _start_revoke(self) -> list[asyncio.Future[Any]]:
         if self._revokes is None:
-            self._revokes = [region.take_back(grant, listening=True) for region, grant in self._grants]
+            self._revokes = [region.start_revoke(grant, listening=True) for region, grant in self._grants]
         return self._revokes
 
     def _region_released(self) -> None:
@@ -379,14 +379,14 @@ class Landing:
         if self._taken is None:
             return
         taken, self._taken = self._taken, None
-        self._client.leave(self)
-        self._count_early()
+        self._client.unregister_flow(self)
+        self._count_unexpected_left()
         if not self._client.closed:
             self._client.plane.stalls.end(self)
         self._client.reservations.quarantine(taken, f"offer {self.request_id} is settling")
-        self._quiet = self._client.release_when_quiet(taken, self._take_back())
+        self._quiet = self._client.release_when_quiet(taken, self._start_revoke())
         for _, grant in self._grants:
-            self._client.plane.memory.hear_no_more(grant)
+            self._client.plane.memory.discard_notifications(grant)
         self._withdraw()
         self._wake()
 

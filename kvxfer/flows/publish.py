@@ -114,7 +114,7 @@ class Publication:
         self._ended = asyncio.get_running_loop().create_future()
         deadline = Deadline.after(self._timeout)
         try:
-            self._client.enter(self, self._client_closed)
+            self._client.register_flow(self, self._client_closed)
             offers = [self._lend(each) for each in self._caches]
             offer = replace(offers[0], more=tuple(offers[1:]))
             self._arm(self._lease_s)
@@ -136,10 +136,10 @@ class Publication:
 
     def _lend(self, each: NamedCache) -> TransferOffer:
         descriptors = []
-        for region, descriptor in each.cache.lend("r", each.table, self._region_released):
+        for region, descriptor in each.cache.grant_access("r", each.table, self._region_released):
             descriptors.append(descriptor)
             self._grants.append((region, descriptor.grant))
-            self._client.plane.memory.watch(descriptor.grant, self._on_data)
+            self._client.plane.memory.subscribe(descriptor.grant, self._on_data)
         return TransferOffer(
             name=each.name,
             layout=each.cache.layout,
@@ -190,7 +190,7 @@ class Publication:
 
     def _on_data(self, event: Event) -> None:
         if event.kind == EventKind.GRANT_LOST:
-            return  # the daemons say whose end that was; of whom they cannot tell, `_look_at_orphans` finds out
+            return  # the daemons say whose end that was; of whom they cannot tell, `_poll_orphans` finds out
         tag = tags.unpack(event.tag)
         if tag.kind != tags.RELEASE:
             self._client.plane.unexpected.add(tags.NAMES.get(tag.kind, "unknown"), "not_of_a_pull")
@@ -254,9 +254,9 @@ class Publication:
         claims = {claim} if claim else self._claims
         self._orphans |= (claims & self._claims) - self._released_by
         if self._orphans and self._orphan_timer is None:
-            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._look_at_orphans)
+            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._poll_orphans)
 
-    def _look_at_orphans(self) -> None:
+    def _poll_orphans(self) -> None:
         self._orphan_timer = None
         if self.outcome or self._client.closed:
             return
@@ -265,7 +265,7 @@ class Publication:
             for claim in tuple(self._orphans):
                 self._consumer_ended(claim, PeerLost.code, "it vanished, and so has the word of its daemon")
         if self._orphans:
-            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._look_at_orphans)
+            self._orphan_timer = asyncio.get_running_loop().call_later(ORPHAN_S, self._poll_orphans)
 
     def _end(self, outcome: str) -> None:
         if self.outcome:
@@ -274,8 +274,8 @@ class Publication:
         for timer in (self._timer, self._orphan_timer):
             if timer is not None:
                 timer.cancel()
-        self._client.leave(self)
-        self._quiet = [region.take_back(grant) for region, grant in self._grants]
+        self._client.unregister_flow(self)
+        self._quiet = [region.start_revoke(grant) for region, grant in self._grants]
         if self._posting is not None:
             self._client.control.withdraw_in_background(self._posting, outcome)
         if self._ended is not None and not self._ended.done():

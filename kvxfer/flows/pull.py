@@ -39,7 +39,7 @@ from kvxfer.flows.exchange import (
     Joined,
     JoinedPart,
     LayerPart,
-    Reaching,
+    PeerImports,
     TransferOffer,
     negotiate,
     of_layer,
@@ -91,7 +91,7 @@ class Source:
     claim: ClaimHandle | None = None
     peer: TransferOffer | None = None
     plans: list[tuple[NamedCache, TransferOffer, Plan]] = field(default_factory=list)
-    reaching: Reaching = field(default_factory=Reaching)
+    reaching: PeerImports = field(default_factory=PeerImports)
     transport: str = ""
     bytes: int = 0
 
@@ -132,7 +132,7 @@ class Pull:
             each.cache.check_table(each.table)
         covered = [(each.cache.footprint, each.table) for each in self._caches]
         taken = self._client.reservations.acquire(covered, f"pull {self._request_id}")
-        self._client.enter(self, self._client_closed)
+        self._client.register_flow(self, self._client_closed)
         try:
             pulled = await self._claim_and_read(deadline)
         except BaseException:
@@ -143,7 +143,7 @@ class Pull:
             self._client.counted["pulled_bytes"] += pulled.bytes
             return pulled
         finally:
-            self._client.leave(self)
+            self._client.unregister_flow(self)
             self._client.reservations.quarantine(taken, f"pull {self._request_id} is settling")
             self._client.release_when_settled(taken, self._running)
 
@@ -424,9 +424,9 @@ class Pull:
         claim, source.claim = source.claim, None
         if self._client.closed or claim is None:
             return  # the link's end has settled it, and the engine's end has dropped the imports
-        self._client.control.settle_in_background(claim, outcome, error)
+        self._client.control.report_in_background(claim, outcome, error)
         for descriptor in () if source.peer is None else source.peer.all_descriptors:
-            self._client.plane.forget(descriptor)
+            self._client.plane.drop_import(descriptor)
 
 
 def _descriptors_before(peer: TransferOffer, offer: TransferOffer) -> int:
@@ -478,4 +478,4 @@ async def release_unread(client: Client, ticket: Ticket, deadline: Deadline) -> 
         claim, _ = await control.claim(claim_of(ticket, "ticket"), deadline, lambda event: None)
     except (UnknownTransfer, LeaseExpired, TransferCancelled, PeerLost, PeerIncarnationMismatch, BusyError):
         return  # nobody holds anything for us any more
-    control.settle_in_background(claim, "done", None)
+    control.report_in_background(claim, "done", None)

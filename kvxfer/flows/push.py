@@ -40,7 +40,7 @@ from kvxfer.flows.control import ClaimHandle
 from kvxfer.flows.exchange import (
     BLOCKS_INLINE_MAX,
     LayerPart,
-    Reaching,
+    PeerImports,
     TransferOffer,
     complete_plan,
     from_peer,
@@ -109,7 +109,7 @@ class Push:
         self._deadline: Deadline | None = None
         self._transfers: TransferGroup | None = None  # once there is a plan
         self._room = asyncio.Semaphore(LAYERS_IN_FLIGHT_MAX)
-        self._reaching = Reaching()
+        self._reaching = PeerImports()
         self._entered = False
         self._layers: set[int] = set()
         self._error: KvxferError | None = None
@@ -136,7 +136,7 @@ class Push:
         self._entered = True
         self._began = asyncio.get_running_loop().time()
         deadline = self._deadline = Deadline.after(self._timeout)
-        self._client.enter(self, self._client_closed)
+        self._client.register_flow(self, self._client_closed)
         try:
             body = await self._rendezvous(deadline)
             if self.covered:
@@ -541,7 +541,7 @@ class Push:
             self._finish("cancelled" if isinstance(error, TransferCancelled) else "failed", error)
 
     def _finish(self, outcome: str, error: KvxferError | None) -> None:
-        self._client.leave(self)
+        self._client.unregister_flow(self)
         if self._transfers is not None:
             self._transfers.close()
         if self._claim is None:
@@ -551,10 +551,10 @@ class Push:
         self._client.counted["pushed_bytes"] += self.bytes_done if outcome == "done" else 0
         if self._client.closed:
             return  # the link's end has settled it, and the engine's end has dropped the imports
-        self._client.control.settle_in_background(claim, outcome, error)
+        self._client.control.report_in_background(claim, outcome, error)
         if self._peer is not None:
             for descriptor in self._peer.descriptors:
-                self._client.plane.forget(descriptor)
+                self._client.plane.drop_import(descriptor)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ COMPARISONS_MAX = 1 << 20
 
 Ints = npt.NDArray[np.int64]
 Cells = dict[Hashable, tuple[Ints, Ints]]
-Place = tuple[Hashable, int]  # an address space (the host's, or a device's) and an address in it
+BaseAddress = tuple[Hashable, int]  # an address space (the host's, or a device's) and an address in it
 _Axis = tuple[int, int]  # stride, extent
 _HINT = "use one layout for memory that several requests share"
 
@@ -110,7 +110,7 @@ class Footprint:
 
     __slots__ = ("_groups", "_hash", "_key", "block_tokens", "blocks", "whole")
 
-    def __init__(self, layout: CacheLayout, places: Sequence[Place]) -> None:
+    def __init__(self, layout: CacheLayout, places: Sequence[BaseAddress]) -> None:
         shape = layout.geometry
         self.blocks = layout.blocks
         self.block_tokens = shape.block_tokens

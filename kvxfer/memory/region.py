@@ -19,8 +19,8 @@ from kvxfer.block_parts import BlockParts, Rows, granted, parts_of
 from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescriptor
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
-from kvxfer.memory.footprint import Footprint, Place
-from kvxfer.memory.sources import place_of
+from kvxfer.memory.footprint import BaseAddress, Footprint
+from kvxfer.memory.sources import endpoint_key_of
 from kvxfer.native.status import not_addressable
 from kvxfer.native.types import MemoryKind
 from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline, seconds, shared
@@ -72,14 +72,14 @@ class Region:
         self._info = info
         self._owner: object | None = owner
         self._grants: set[int] = set()
-        self._lent: dict[int, Callable[[], None]] = {}
+        self._on_released: dict[int, Callable[[], None]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._quiet: asyncio.Future[Any] | None = None
         self._copies: set[asyncio.Task[None]] = set()
         self._guards: list[Callable[[], str]] = []
         self.evacuations: list[Callable[[], None]] = []
         self._array = array
-        plane.memory.hold(self)
+        plane.memory.add_region(self)
 
     @property
     def id(self) -> int:
@@ -116,7 +116,7 @@ class Region:
         return self._info.kind
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BaseAddress:
         """Where its first byte is: the same for all regions of the same memory."""
         return (self._info.device if self._info.on_device else "host"), self._info.address
 
@@ -183,7 +183,7 @@ class Region:
 
         Raises `OutOfRange` when it does not lie in this region, `UsageError` for what has no address.
         """
-        place, length = place_of(source)
+        place, length = endpoint_key_of(source)
         offset = place[1] - self.place[1]
         if place[0] != self.place[0] or offset < 0:
             raise OutOfRange("this is not a view of the region", region=self.id, length=length)
@@ -216,7 +216,7 @@ class Region:
         made = self._export(offset, length, rights, expires_in_s)
         if expires_in_s is not None:
             loop = asyncio.get_running_loop()
-            self._timers[made.grant] = loop.call_later(expires_in_s, self.take_back, made.grant)
+            self._timers[made.grant] = loop.call_later(expires_in_s, self.start_revoke, made.grant)
         return made
 
     def _export(
@@ -226,28 +226,30 @@ class Region:
         self._grants.add(made.grant)
         return made
 
-    def lend(self, access: str, on_released: Callable[[], None], blocks: BlockParts | None = None) -> RemoteDescriptor:
+    def grant_access(
+        self, access: str, on_released: Callable[[], None], blocks: BlockParts | None = None
+    ) -> RemoteDescriptor:
         """A descriptor for a whole flow, of some blocks or of all; the flow is called when the region is released."""
         self.require()
         made = self._export(0, self.length, _rights(access), None, blocks)
-        self._lent[made.grant] = on_released
+        self._on_released[made.grant] = on_released
         return made
 
-    def take_back(self, grant: int, *, listening: bool = False) -> asyncio.Future[Any]:
+    def start_revoke(self, grant: int, *, listening: bool = False) -> asyncio.Future[Any]:
         """End a descriptor without waiting; the future resolves when no peer can move a byte through it.
 
         ``listening``: the caller still hears what arrived before, until it tells the plane otherwise.
         """
         self._forget(grant)
         if not listening:
-            self._plane.memory.hear_no_more(grant)
+            self._plane.memory.discard_notifications(grant)
         if self._quiet is not None:
             return self._quiet  # the release took it back
         return self._plane.engine.revoke(grant)
 
     def _forget(self, grant: int) -> None:
         self._grants.discard(grant)
-        self._lent.pop(grant, None)
+        self._on_released.pop(grant, None)
         timer = self._timers.pop(grant, None)
         if timer is not None:
             timer.cancel()
@@ -261,7 +263,7 @@ class Region:
         if descriptor.grant not in self._grants:
             raise UnknownRegion("this descriptor is not (or no longer) one of this region", grant=descriptor.grant)
         deadline = self._deadline(timeout)
-        await self._within(deadline, self.take_back(descriptor.grant))
+        await self._within(deadline, self.start_revoke(descriptor.grant))
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._plane.timeout_s if timeout is None else timeout)
@@ -321,7 +323,7 @@ class Region:
         # region do not end by themselves.
         waiting: list[asyncio.Future[Any]] = [self._plane.memory.revoke(grant) for grant in self._grants]
         waiting.append(self._plane.memory.release(self))
-        lent = tuple(self._lent.values())
+        lent = tuple(self._on_released.values())
         self._quiet = asyncio.gather(*waiting)
         self._quiet.add_done_callback(self._released)
         for grant in tuple(self._grants):
@@ -377,12 +379,12 @@ class KVCache:
         self.footprint.require_apart()
         object.__setattr__(self, "_parts", parts_of(layout, len(found)))
 
-    def lend(
+    def grant_access(
         self, access: str, table: BlockTable, on_released: Callable[[], None]
     ) -> Iterator[tuple[Region, RemoteDescriptor]]:
         """For each region a descriptor of the slots that hold the table's tokens, and of nothing else."""
         for region, lent in zip(self.regions, granted(self.layout, table, self._parts), strict=True):
-            yield region, region.lend(access, on_released, lent)
+            yield region, region.grant_access(access, on_released, lent)
 
     def require(self, plane: DataPlane) -> None:
         """Every region is live and belongs to this plane."""

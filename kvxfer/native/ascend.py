@@ -1,7 +1,7 @@
 """What this process finds of Huawei's libraries for Ascend cards, as values: for `doctor`, metrics and logs.
 
 `probe` loads the libraries, once per process and for ever, so only call it where a card is wanted or asked about. A
-simulator says so in its chip's name, and `AscendFacts.simulated` passes it on: no figure of it is a hardware figure.
+simulator says so in its chip's name, and `AscendInfo.simulated` passes it on: no figure of it is a hardware figure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WHY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AscendFacts:
+class AscendInfo:
     """The libraries of this process. Which toolkit it is was judged by symbols; ``reported`` is what it says itself."""
 
     simulated: bool
@@ -72,13 +72,13 @@ def _table() -> Any:
     return table if table != ffi.NULL else AscendMissing(reason=_text(why))
 
 
-def probe() -> AscendFacts | AscendMissing:
+def probe() -> AscendInfo | AscendMissing:
     """Find and load the libraries. Blocks while they load (seconds on a cold disk): not on an event loop."""
     table = _table()
     if isinstance(table, AscendMissing):
         return table
     facts = table.facts
-    return AscendFacts(
+    return AscendInfo(
         simulated=facts.simulated,
         toolkit=_text(facts.toolkit),
         reported=_text(facts.reported),

@@ -40,7 +40,7 @@ from kvxfer.net.dial import dial_any, reason
 from kvxfer.net.forks import own
 from kvxfer.net.listeners import peer_credentials
 from kvxfer.net.tls import Channel, SecureTransport, Wire
-from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.rendezvous.shares import FairShares, exceeds_fair_share
 from kvxfer.tasks import ANSWER, CONNECTING
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
@@ -85,7 +85,7 @@ class Queues:
         self._total = 0
         self._unfinished: dict[Queue, int] = {}
         self._turns: dict[Hashable, deque[Queue]] = {}
-        self._receiving = Shares(max(UNFINISHED_BYTES_MAX, NODE_QUEUES * frame_bytes_max))
+        self._receiving = FairShares(max(UNFINISHED_BYTES_MAX, NODE_QUEUES * frame_bytes_max))
 
     # -- to be sent ------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Queues:
         if not counted:
             return None
         self._unfinished[link] = counted
-        if not is_greedy(receiving.held(account), receiving.total, receiving.limit):
+        if not exceeds_fair_share(receiving.held(account), receiving.total, receiving.limit):
             return None
         most = receiving.most()
         return max(
@@ -328,7 +328,7 @@ Random = Callable[[int], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkFacts:
+class LocalIdentity:
     """What this side says about itself. ``incarnation`` empty: a random one for this link alone."""
 
     role: str
@@ -339,7 +339,7 @@ class LinkFacts:
     incarnation: str = ""
     namespace: str = ""
 
-    def session_facts(self, random: Random) -> Facts:
+    def session_identity(self, random: Random) -> Facts:
         """The same as the session wants it."""
         return Facts(
             role=self.role,
@@ -388,7 +388,7 @@ class Link(asyncio.Protocol):
         self._waits_for_turn = False
         self._lost = False
         self._lost_by: Exception | None = None
-        self._requests = Requests(config.requests_max, config.waiting_max, self._came_late)
+        self._requests = Requests(config.requests_max, config.waiting_max, self._on_late_connection)
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._on_connected = on_connected
         self._on_ready = on_ready
@@ -415,7 +415,7 @@ class Link(asyncio.Protocol):
     async def dial(
         cls,
         addresses: Sequence[str],
-        facts: LinkFacts,
+        identity: LocalIdentity,
         config: Config,
         *,
         credentials: Credentials | None = None,
@@ -436,7 +436,7 @@ class Link(asyncio.Protocol):
         async def attempt(address: Address) -> Link:
             session = Session(
                 "dialler",
-                facts.session_facts(random),
+                identity.session_identity(random),
                 config,
                 nonce=random(32),
                 now=asyncio.get_running_loop().time(),
@@ -459,7 +459,7 @@ class Link(asyncio.Protocol):
     async def dial_unix(
         cls,
         path: str,
-        facts: LinkFacts,
+        identity: LocalIdentity,
         config: Config,
         *,
         on_message: OnMessage | None = None,
@@ -468,7 +468,7 @@ class Link(asyncio.Protocol):
     ) -> Link:
         """A ready link to the daemon of this node. Raises `DaemonUnavailable`, or what the daemon refused with."""
         now = asyncio.get_running_loop().time()
-        session = Session("dialler", facts.session_facts(random), config, nonce=random(32), now=now)
+        session = Session("dialler", identity.session_identity(random), config, nonce=random(32), now=now)
         link = cls(session, config, on_message=on_message, on_late=on_late)
         try:
             async with asyncio.timeout(config.connect_s):
@@ -608,9 +608,9 @@ class Link(asyncio.Protocol):
 
     def _reply(self, message: Message) -> None:
         if not self._requests.take(message, self.name):
-            self._came_late(message)
+            self._on_late_connection(message)
 
-    def _came_late(self, message: Message) -> None:
+    def _on_late_connection(self, message: Message) -> None:
         self.late_replies += 1
         if self.on_late is not None:
             self.on_late(self, message)

@@ -38,15 +38,15 @@ from kvxfer.rendezvous.postings import (
     WITHDRAWN,
     ClaimEntry,
     ClaimKey,
-    Ended,
-    EndedMemory,
-    Line,
+    ClaimQueues,
+    ClaimStatistics,
+    EndedPosting,
+    EndedPostings,
     Party,
     Posting,
-    Tally,
+    QueueKey,
     Timeline,
     WaitingClaim,
-    WaitingRoom,
     check_boxes,
     check_posting,
     gone,
@@ -55,7 +55,7 @@ from kvxfer.rendezvous.postings import (
     too_many,
     used_up,
 )
-from kvxfer.rendezvous.shares import Shares, is_greedy
+from kvxfer.rendezvous.shares import FairShares, exceeds_fair_share
 from kvxfer.wire import messages as m
 
 DRAINED = "the daemon was told to stop, and its time to drain is over"
@@ -72,15 +72,15 @@ class Book:
         self._incarnation = incarnation
         self._random = random
         self._postings: dict[str, Posting] = {}
-        self._by_key: dict[Line, Posting] = {}
+        self._by_key: dict[QueueKey, Posting] = {}
         self._orphans: dict[str, dict[ClaimKey, ClaimEntry]] = {}  # by the claimant's node
-        self._waiting = WaitingRoom(config.waiting_max)
-        self._ended = EndedMemory(config.expired_memory_max)
+        self._waiting = ClaimQueues(config.waiting_max)
+        self._ended = EndedPostings(config.expired_memory_max)
         self._timeline: Timeline[tuple[str, str, int]] = Timeline()
         self.is_slow: Callable[[Link], bool] = lambda _: False
-        self.tally = Tally()
+        self.tally = ClaimStatistics()
         self.posting_bytes = 0
-        self._claims = Shares(config.claims_max)
+        self._claims = FairShares(config.claims_max)
         self.draining = False
 
     @property
@@ -127,7 +127,7 @@ class Book:
         kind, key, body = message.kind, message.key, message.body
         check_posting(message)
         self._check_room(party, len(body))
-        line: Line = (namespace or party.namespace, kind, key)
+        line: QueueKey = (namespace or party.namespace, kind, key)
         if kind in FOUND_BY_KEY and not message.private and line in self._by_key:
             raise UsageError(f"this {kind} is already posted", key=key)
         deadline = self._deadline(now, kind, message.lease_s)
@@ -187,7 +187,7 @@ class Book:
             actions += self._end(now, posting, "withdrawn", PeerDraining.code, "")
         return actions
 
-    def cut_off(self, now: float) -> list[Action]:
+    def abort_claimed(self, now: float) -> list[Action]:
         """The time to drain is over: what still runs ends, and both sides are told why."""
         actions: list[Action] = []
         for posting in list(self._postings.values()):
@@ -211,7 +211,7 @@ class Book:
         posting = self._find_by_id(party, message) if posting_id else self._find_by_key(party, message)
         if posting is not None and posting.free:
             return self._match(now, posting, party, message)
-        line: Line = ("", "", posting_id) if posting_id else (party.namespace, message.kind, message.key)
+        line: QueueKey = ("", "", posting_id) if posting_id else (party.namespace, message.kind, message.key)
         why = "nothing is posted under this key" if posting is None else "all its places are taken"
         copy_of = self._copy_of(now, line, message)
         if copy_of:
@@ -235,7 +235,7 @@ class Book:
         """End a claim, by its claimant or by the posting's owner. Doing it again is harmless and counts once."""
         posting_id, number, code, detail = message.posting, message.claim, message.code, message.detail
         posting = self._visible(party, posting_id)
-        known: Posting | Ended | None = posting or self._remembered(party, posting_id)
+        known: Posting | EndedPosting | None = posting or self._remembered(party, posting_id)
         if known is None or not 1 <= number <= known.issued:
             raise UnknownTransfer("no such claim", posting=posting_id, claim=number)
         claim = posting.claims.get(number) if posting is not None else None
@@ -269,7 +269,7 @@ class Book:
             self._timeline.set(("orphan", *claim.key), now + self._config.lease_s)
         return [_notice(claim, "orphaned", PeerLost.code, "the claimant's node is out of reach")]
 
-    def adopt_orphans(self, party: Party) -> list[Action]:
+    def reconcile_orphans(self, party: Party) -> list[Action]:
         """The claimant's daemon is back, and it is still the process that made the claims."""
         back = [
             claim
@@ -278,9 +278,9 @@ class Book:
         ]
         for claim in back:
             self._forget_orphan(claim)
-        return self.hand_over(back, party)
+        return self.reassign(back, party)
 
-    def hand_over(self, claims: Sequence[ClaimEntry], party: Party) -> list[Action]:
+    def reassign(self, claims: Sequence[ClaimEntry], party: Party) -> list[Action]:
         """From now on the claimants are reached over another link. Some grants may have been lost with the earlier one,
         so their node is asked which of them it knows: what it does not know, nobody would ever settle.
         """
@@ -337,9 +337,9 @@ class Book:
 
     def _check_room(self, party: Party, size: int) -> None:
         config, live = self._config, len(self._postings)
-        if live >= config.postings_max or is_greedy(len(party.postings), live, config.postings_max):
+        if live >= config.postings_max or exceeds_fair_share(len(party.postings), live, config.postings_max):
             raise TooManyPending("too many postings on this node", postings_max=config.postings_max)
-        greedy = is_greedy(party.posting_bytes, self.posting_bytes, config.posting_bytes_max)
+        greedy = exceeds_fair_share(party.posting_bytes, self.posting_bytes, config.posting_bytes_max)
         if greedy or self.posting_bytes + size > config.posting_bytes_max:
             raise TooManyPending("the postings of this node are full", posting_bytes_max=config.posting_bytes_max)
 
@@ -370,7 +370,7 @@ class Book:
         posting = self._postings.get(posting_id)
         return posting if posting is not None and posting.namespace == party.namespace else None
 
-    def _remembered(self, party: Party, posting_id: str) -> Ended | None:
+    def _remembered(self, party: Party, posting_id: str) -> EndedPosting | None:
         ended = self._ended.get(posting_id)
         return ended if ended is not None and ended.namespace == party.namespace else None
 
@@ -389,21 +389,21 @@ class Book:
     def _find_by_key(self, party: Party, message: m.Claim) -> Posting | None:
         if message.kind not in FOUND_BY_KEY:
             raise AccessDenied("this kind is claimed with posting and secret, not by key", kind=message.kind)
-        line: Line = (party.namespace, message.kind, message.key)
+        line: QueueKey = (party.namespace, message.kind, message.key)
         if self._ended.expired(line):
             raise LeaseExpired(f"the {message.kind} ran out", key=message.key)
         return self._by_key.get(line)
 
-    def _not_served(self, party: Party, message: m.Claim, line: Line, why: str, copy_of: str) -> Action:
+    def _not_served(self, party: Party, message: m.Claim, line: QueueKey, why: str, copy_of: str) -> Action:
         """The end of a claim that found nothing. If others wrote its part of the last offer, that is a success."""
         if copy_of:
             return self._nothing_to_do(party, message.rid, copy_of)
         return Refused(link=party.link, rid=message.rid, error=not_served(line, why))
 
-    def _written(self, ended: Ended | None, message: m.Claim) -> bool:
+    def _written(self, ended: EndedPosting | None, message: m.Claim) -> bool:
         return ended is not None and ended.covers(message.boxes, message.engine_id)
 
-    def _copy_of(self, now: float, line: Line, message: m.Claim) -> str:
+    def _copy_of(self, now: float, line: QueueKey, message: m.Claim) -> str:
         """The last offer with this key, if others wrote all of it that this claim has and it was committed just now."""
         last = self._ended.last(line)
         copied = last is not None and now - last.at < COPIES_S and self._written(last, message)
@@ -469,7 +469,7 @@ class Book:
     def _serve(self, now: float, posting: Posting) -> list[Action]:
         """Give free places to those who wait for this posting, by its id or by its key, oldest first."""
         actions: list[Action] = []
-        lines: list[Line] = [("", "", posting.id)]
+        lines: list[QueueKey] = [("", "", posting.id)]
         if posting.found_by_key:
             lines.append(posting.line)
         while posting.free and (waiter := self._waiting.oldest(lines)) is not None:
@@ -478,9 +478,9 @@ class Book:
                 actions += self._match(now, posting, waiter.party, waiter.message)
             except KvxferError as error:
                 actions.append(Refused(link=waiter.party.link, rid=waiter.rid, error=error))
-        return actions + (self.send_away(("", "", posting.id), used_up(posting)) if posting.used_up else [])
+        return actions + (self.refuse_waiting(("", "", posting.id), used_up(posting)) if posting.used_up else [])
 
-    def send_away(self, line: Line, error: KvxferError) -> list[Action]:
+    def refuse_waiting(self, line: QueueKey, error: KvxferError) -> list[Action]:
         """Whoever waits for this hears that it will not come."""
         actions: list[Action] = []
         for waiter in self._waiting.line(line):
@@ -503,7 +503,7 @@ class Book:
         posting.owner.posting_bytes -= len(posting.body)
         self._timeline.drop(("posting", posting.id, 0))
         self._ended.add(posting, how, committed=detail == COMMITTED, now=now)
-        return actions + self.send_away(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
+        return actions + self.refuse_waiting(("", "", posting.id), gone(posting.id, self._ended.get(posting.id)))
 
     def _forget_claim(self, now: float, claim: ClaimEntry, reason: str) -> None:
         if claim.posting.kind != "region":  # that is no transfer: it is held for as long as peers are connected

@@ -13,7 +13,7 @@ from kvxfer.config import Config
 from kvxfer.errors import BusyError, TooLarge, TooManyPending
 from kvxfer.rendezvous.actions import Link, Send
 from kvxfer.rendezvous.postings import Timeline
-from kvxfer.rendezvous.shares import is_greedy
+from kvxfer.rendezvous.shares import exceeds_fair_share
 from kvxfer.wire.messages import Delivery
 
 MESSAGE_OVERHEAD_BYTES = 64
@@ -71,7 +71,7 @@ class MailboxStore:
         if count >= config.mailbox_messages_max or held + size > config.mailbox_bytes_max:
             raise BusyError("nobody listens on this channel and its mailbox is full", channel=channel, messages=count)
         limit = config.mailboxes_bytes_max
-        greedy = is_greedy(self._sent_bytes.get(sender, 0), self.held_bytes, limit)
+        greedy = exceeds_fair_share(self._sent_bytes.get(sender, 0), self.held_bytes, limit)
         if greedy or self.held_bytes + size > limit:
             raise TooManyPending("the mailboxes of this node are full", mailboxes_bytes_max=limit)
         if box is None:
@@ -169,7 +169,7 @@ class MailboxStore:
 
     def _open(self, place: Place, own: int) -> _Channel:
         limit = self._config.mailboxes_max
-        if len(self._channels) >= limit or is_greedy(own, len(self._channels), limit):
+        if len(self._channels) >= limit or exceeds_fair_share(own, len(self._channels), limit):
             raise TooManyPending("too many channels", mailboxes_max=self._config.mailboxes_max)
         return self._channels.setdefault(place, _Channel())
 

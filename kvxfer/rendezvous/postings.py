@@ -27,7 +27,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.rendezvous.actions import Link, Send
-from kvxfer.rendezvous.shares import Shares
+from kvxfer.rendezvous.shares import FairShares
 from kvxfer.wire import messages as m
 
 # Whoever took one of these may have written or read half of it: its place is not given to a second claimant.
@@ -41,7 +41,7 @@ COPIES_S = 10.0  # after an offer was committed: so long others with its id may 
 AGAIN_WAIT_S = 1.0  # for another offer, by somebody whose part of the last one was written by others
 
 ClaimKey = tuple[str, int]
-Line = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
+QueueKey = tuple[str, str, str]  # what waiters wait for: (namespace, kind, key), or ("", "", posting)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class Posting:
         return self.kind in FOUND_BY_KEY and not self.private
 
     @property
-    def line(self) -> Line:
+    def line(self) -> QueueKey:
         """Where those wait who ask for it by its key."""
         return self.namespace, self.kind, self.key
 
@@ -140,7 +140,7 @@ class WaitingClaim:
     number: int
     party: Party
     message: m.Claim
-    line: Line
+    line: QueueKey
     why: str
     copy_of: str = ""
 
@@ -190,7 +190,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedPosting:
     """What is remembered of a posting that is gone: how (`expired`, `withdrawn`, `lost`), and its last claim. Of an
     offer that was committed also its boxes and who wrote them.
     """
@@ -210,13 +210,13 @@ class Ended:
         return bool(wanted) and engine_id not in self.writers
 
 
-class WaitingRoom:
+class ClaimQueues:
     """Claims that wait, in one line per thing they wait for; at most `limit` in all."""
 
     def __init__(self, limit: int) -> None:
-        self._shares = Shares(limit)
+        self._shares = FairShares(limit)
         self._waiters: dict[int, WaitingClaim] = {}
-        self._lines: dict[Line, OrderedDict[int, None]] = {}
+        self._lines: dict[QueueKey, OrderedDict[int, None]] = {}
         self._last = 0
 
     def __len__(self) -> int:
@@ -225,7 +225,7 @@ class WaitingRoom:
     def get(self, number: int) -> WaitingClaim | None:
         return self._waiters.get(number)
 
-    def enter(self, party: Party, message: m.Claim, line: Line, why: str, copy_of: str = "") -> WaitingClaim:
+    def enter(self, party: Party, message: m.Claim, line: QueueKey, why: str, copy_of: str = "") -> WaitingClaim:
         """Raises `TooManyPending`."""
         if not self._shares.room(party.account):
             raise too_many("claims wait on this node", "waiting_max", self._shares, party.account)
@@ -246,12 +246,12 @@ class WaitingRoom:
         if not line:
             del self._lines[waiter.line]
 
-    def oldest(self, lines: Iterable[Line]) -> WaitingClaim | None:
+    def oldest(self, lines: Iterable[QueueKey]) -> WaitingClaim | None:
         """Who has waited longest in any of these lines."""
         heads = [next(iter(self._lines[line])) for line in lines if line in self._lines]
         return self._waiters[min(heads)] if heads else None
 
-    def line(self, line: Line) -> list[WaitingClaim]:
+    def line(self, line: QueueKey) -> list[WaitingClaim]:
         return [self._waiters[number] for number in self._lines.get(line, ())]
 
     def everybody(self) -> list[WaitingClaim]:
@@ -269,15 +269,15 @@ class WaitingRoom:
             assert waiter.party.waiters[number] is waiter
 
 
-class EndedMemory:
+class EndedPostings:
     """The last postings that ended, at most `limit` of them. Keys are remembered for those that expired or were
     committed.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_id: OrderedDict[str, Ended] = OrderedDict()
-        self._by_line: dict[Line, str] = {}
+        self._by_id: OrderedDict[str, EndedPosting] = OrderedDict()
+        self._by_line: dict[QueueKey, str] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -285,7 +285,7 @@ class EndedMemory:
     def add(self, posting: Posting, how: str, *, committed: bool = False, now: float = 0.0) -> None:
         committed &= bool(posting.boxes) and len(posting.writers) <= WRITERS_REMEMBERED_MAX
         boxes, writers = (posting.boxes, frozenset(posting.writers)) if committed else ((), frozenset[str]())
-        ended = Ended(how, posting.kind, posting.key, posting.issued, posting.namespace, boxes, writers, now)
+        ended = EndedPosting(how, posting.kind, posting.key, posting.issued, posting.namespace, boxes, writers, now)
         self._by_id[posting.id] = ended
         if (how == "expired" or committed) and not posting.private:
             self._by_line[posting.line] = posting.id
@@ -295,24 +295,24 @@ class EndedMemory:
             if self._by_line.get(line) == old:
                 del self._by_line[line]
 
-    def get(self, posting: str) -> Ended | None:
+    def get(self, posting: str) -> EndedPosting | None:
         return self._by_id.get(posting)
 
-    def last_id(self, line: Line) -> str:
+    def last_id(self, line: QueueKey) -> str:
         """The id of `last`, which must be there."""
         return self._by_line[line]
 
-    def last(self, line: Line) -> Ended | None:
+    def last(self, line: QueueKey) -> EndedPosting | None:
         """The last posting with this key, if it ran out or was committed and there has been none since."""
         found = self._by_line.get(line)
         return None if found is None else self._by_id[found]
 
-    def expired(self, line: Line) -> bool:
+    def expired(self, line: QueueKey) -> bool:
         """The last posting with this key ran out, and there has been none since."""
         last = self.last(line)
         return last is not None and last.how == "expired"
 
-    def renewed(self, line: Line) -> None:
+    def renewed(self, line: QueueKey) -> None:
         """The key is posted again: what happened before no longer matters for those who ask by key."""
         self._by_line.pop(line, None)
 
@@ -324,7 +324,7 @@ class EndedMemory:
             assert ended.how == "expired" or ended.boxes
 
 
-def gone(posting_id: str, ended: Ended | None) -> KvxferError:
+def gone(posting_id: str, ended: EndedPosting | None) -> KvxferError:
     """Why a posting cannot be used any more."""
     shown = posting_id[:40]
     if ended is None:
@@ -343,7 +343,7 @@ def used_up(posting: Posting) -> KvxferError:
     return UnknownTransfer(f"the {posting.kind} was used up", posting=posting.id, claims_max=posting.places)
 
 
-def not_served(line: Line, why: str) -> KvxferError:
+def not_served(line: QueueKey, why: str) -> KvxferError:
     """Why a claim ends that did not wait, or waited to the end."""
     _, kind, name = line
     if kind:
@@ -352,7 +352,7 @@ def not_served(line: Line, why: str) -> KvxferError:
     return BusyError(why, posting=name[:40])
 
 
-def too_many(what: str, option: str, shares: Shares, who: Hashable) -> TooManyPending:
+def too_many(what: str, option: str, shares: FairShares, who: Hashable) -> TooManyPending:
     """A limit of this node is reached, by all together or by the share of one node."""
     whose = "" if shares.total >= shares.limit else f", {shares.held(who)} of them of the one who asks"
     hint = "try again when some have ended" + (f", or raise {option} there" if option else "")
@@ -571,7 +571,7 @@ class Durations:
         self.sum_s += seconds
 
 
-class Tally:
+class ClaimStatistics:
     """Ended claims by kind of posting and reason, and their durations by kind."""
 
     def __init__(self) -> None:

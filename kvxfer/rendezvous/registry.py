@@ -29,8 +29,8 @@ from kvxfer.errors import (
 from kvxfer.rendezvous.actions import Action, Link, Refused, Send, SettleElsewhere
 from kvxfer.rendezvous.book import DRAINED, Book
 from kvxfer.rendezvous.mailbox import MailboxStore
-from kvxfer.rendezvous.postings import ClaimKey, Party, RemoteClaim, RemoteClaims, Tally
-from kvxfer.rendezvous.shares import is_greedy
+from kvxfer.rendezvous.postings import ClaimKey, ClaimStatistics, Party, RemoteClaim, RemoteClaims
+from kvxfer.rendezvous.shares import exceeds_fair_share
 from kvxfer.wire import messages as m
 
 ROUTE_ENDS = ("withdrawn", "expired", "lost")
@@ -100,7 +100,7 @@ class Registry:
         self._add(party)
         self._peers.setdefault(node_id, {})[link] = party
         # What ran out meanwhile is not handed to the new link.
-        return self.expire(now) + self._book.adopt_orphans(party)
+        return self.expire(now) + self._book.reconcile_orphans(party)
 
     def remove(self, now: float, link: Link) -> list[Action]:
         """The link is gone: a worker's everything ends, a peer's claims are orphaned. Unknown links are ignored."""
@@ -177,9 +177,9 @@ class Registry:
             actions += self._book.give_up(now, found)
         return actions
 
-    def send_away(self, now: float, *, kind: str, key: str, namespace: str, error: KvxferError) -> list[Action]:
+    def refuse_waiting(self, now: float, *, kind: str, key: str, namespace: str, error: KvxferError) -> list[Action]:
         """What was to be posted under this key will not be: those who wait for it are refused with this error."""
-        return self.expire(now) + self._book.send_away((namespace, kind, key), error)
+        return self.expire(now) + self._book.refuse_waiting((namespace, kind, key), error)
 
     def claimed_elsewhere(self, now: float, link: Link, answer: m.Claimed) -> list[Action]:
         """Another node granted a claim of our worker `link` (``answer.rid``): keep the route and pass it on.
@@ -198,7 +198,7 @@ class Registry:
             wrong = ProtocolError("the peer granted a claim that somebody else has", peer=answer.node_id[:8])
             return [*actions, Refused(link=link, rid=answer.rid, error=wrong)]
         limit = self._config.claims_max
-        if len(self._routes) >= limit or is_greedy(len(party.routes), len(self._routes), limit):
+        if len(self._routes) >= limit or exceeds_fair_share(len(party.routes), len(self._routes), limit):
             error = TooManyPending("too many live claims from this node", claims_max=self._config.claims_max)
             notice = _settle_elsewhere(answer.node_id, key, "cancelled", error.code, error.message)
             return [*actions, notice, Refused(link=link, rid=answer.rid, error=error)]
@@ -300,9 +300,9 @@ class Registry:
         """Take nothing new, withdraw what nobody has claimed; live claims go on."""
         return self.expire(now) + self._book.drain(now)
 
-    def cut_off(self, now: float) -> list[Action]:
+    def abort_claimed(self, now: float) -> list[Action]:
         """The time to drain is over: end every claim, here and (for our workers) elsewhere."""
-        actions = self.expire(now) + self._book.cut_off(now)
+        actions = self.expire(now) + self._book.abort_claimed(now)
         for route in self._routes.all():
             key = route.key
             self._routes.drop(route)
@@ -320,7 +320,7 @@ class Registry:
         return self._workers
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> ClaimStatistics:
         """How the claims of this node's postings ended."""
         return self._book.tally
 
@@ -393,7 +393,7 @@ class Registry:
         same = next((other for other in others.values() if (other.incarnation, other.namespace) == who), None)
         actions: list[Action] = []
         if same is not None:
-            actions += self._book.hand_over(list(party.claims.values()), same)
+            actions += self._book.reassign(list(party.claims.values()), same)
         for claim in list(party.claims.values()):
             actions += self._book.orphan(now, claim)
         if not others:

@@ -12,14 +12,14 @@ from collections.abc import Hashable
 SHARE = 8  # one may hold so many times what is still free
 
 
-def is_greedy(own: int, total: int, limit: int, more: int = 1) -> bool:
+def exceeds_fair_share(own: int, total: int, limit: int, more: int = 1) -> bool:
     """Whether one that holds ``own`` of ``total`` already, where ``limit`` is the most, has had its share when it wants
     ``more``. Whoever holds nothing never has.
     """
     return own > 0 and own + more - 1 > SHARE * (limit - total - more + 1)
 
 
-class Shares:
+class FairShares:
     """At most ``limit`` in all. The one who is counted is any hashable name."""
 
     def __init__(self, limit: int) -> None:
@@ -37,7 +37,9 @@ class Shares:
 
     def room(self, who: Hashable, amount: int = 1) -> bool:
         """Whether ``take`` is allowed."""
-        return self.total + amount <= self.limit and not is_greedy(self.held(who), self.total, self.limit, amount)
+        return self.total + amount <= self.limit and not exceeds_fair_share(
+            self.held(who), self.total, self.limit, amount
+        )
 
     def take(self, who: Hashable, amount: int = 1) -> None:
         """Count it, whether there was `room` or not: some things cannot be refused."""

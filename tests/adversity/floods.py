@@ -19,7 +19,7 @@ import psutil
 from examples.child_processes import daemon, python_process
 from kvxfer.config import Config
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
 from tests.adversity.attacker import Intruder, intrude, parse
@@ -112,7 +112,7 @@ async def measure(kind: str, directory: Path) -> tuple[list[float], int]:
     """Round trips of another node beside the flood (s, sorted), and by how much the daemon grew (bytes)."""
     async with daemon(directory, name="victim") as victim:
         address = re.findall(r"peers (\S+),", await victim.process.readline(20))[0]
-        about = LinkFacts(role="peer", node_id=GOOD)
+        about = LocalIdentity(role="peer", node_id=GOOD)
         link = await Link.dial([address], about, Config(), credentials=Credentials(Config(), unconfigured="look"))
         # Somebody has a little of the landing pool, so that whoever asks for all of it waits.
         await link.request(m.Land(key="held", length=1, wait_s=0.0, lease_s=600.0, body=b""), timeout=30)

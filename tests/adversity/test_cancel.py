@@ -200,7 +200,7 @@ async def test_the_first_use_of_a_descriptor(transport: str, way: str) -> None:
 
         async def after(number: int) -> None:
             await running[number].cancel()
-            both.a.plane.forget(made[number])
+            both.a.plane.drop_import(made[number])
             await theirs.revoke(made[number])
 
         await move(-1)

@@ -21,7 +21,7 @@ from kvxfer.config import Config, user_secret
 from kvxfer.config.paths import ensure_socket_dir
 from kvxfer.errors import AuthenticationError, ConfigError
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server
 from kvxfer.tasks import Deadline
 from tests.conftest import slack
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.once
 
 SOMEBODY = 65534  # the user that has nothing
 ROOT = Path(__file__).resolve().parents[2]
-FACTS = LinkFacts(role="peer", node_id="0c" * 16, incarnation="0d" * 16)
+FACTS = LocalIdentity(role="peer", node_id="0c" * 16, incarnation="0d" * 16)
 
 # Becomes another user when everything is loaded: that user may not even read the interpreter.
 STRANGER = """
@@ -40,7 +40,7 @@ import numpy, kvxfer
 from kvxfer.config import Config
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 import kvxfer.server
 told = json.load(sys.stdin)
 
@@ -59,7 +59,7 @@ async def outcome(work):
         return f"{getattr(error, 'code', type(error).__name__)}: {error}"
 
 async def dial(unconfigured):
-    facts = LinkFacts(role="peer", node_id="0c" * 16, incarnation="0d" * 16)
+    facts = LocalIdentity(role="peer", node_id="0c" * 16, incarnation="0d" * 16)
     known = Credentials(Config(), unconfigured=unconfigured)
     return await Link.dial(told["addresses"], facts, Config(connect_s=5), credentials=known)
 

@@ -101,7 +101,9 @@ async def test_secrets_are_not_shown() -> None:
         descriptor = theirs.descriptor("rw")
         await one.put(mine, descriptor)
         secret = descriptor.secrets["tcp"]
-        shown = repr((descriptor, one.plane.choices, other.plane.engine.transports, one.plane._reach._routes.values()))
+        shown = repr(
+            (descriptor, one.plane.choices, other.plane.engine.transports, one.plane._connections._connections.values())
+        )
         assert secret.hex() not in shown
         assert repr(secret) not in shown
 

@@ -20,7 +20,7 @@ import kvxfer
 from examples.child_processes import daemon
 from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE
@@ -136,7 +136,7 @@ async def test_slow_and_idle_connections_keep_nobody_out(victim: Target) -> None
         await asyncio.sleep(0.3)  # all of them are there
         for _ in range(20):
             host, port = victim.control
-            facts = LinkFacts(role="peer", node_id=os.urandom(16).hex())
+            facts = LocalIdentity(role="peer", node_id=os.urandom(16).hex())
             config = victim.clients[0].config
             link = await Link.dial([f"{host}:{port}"], facts, config, credentials=Credentials(config))
             await link.aclose("done")

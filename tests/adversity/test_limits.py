@@ -97,7 +97,7 @@ async def test_mappings_of_a_peer_s_memory_are_bounded_and_a_larger_one_takes_th
         async def get(offset: int, length: int) -> None:
             descriptor = theirs.descriptor("r", offset=offset, length=length)
             await a.get(ours[:page], descriptor)
-            a.plane.forget(descriptor)
+            a.plane.drop_import(descriptor)
             await theirs.revoke(descriptor)
 
         for at in range(most + 64):

@@ -11,7 +11,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import AuthenticationError, KvxferError, LeaseExpired, NotAllowed, UnknownTransfer, WrongKey
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server
 from kvxfer.wire import messages as m
 from tests.nodes import SECRET, Inbox, Worker, node, small, until, worker
@@ -44,7 +44,7 @@ async def shared(**changes: Any) -> AsyncIterator[tuple[Server, Worker, Worker]]
 @asynccontextmanager
 async def peer(server: Server, namespace: str, node_id: str = A) -> AsyncIterator[Worker]:
     inbox = Inbox()
-    facts = LinkFacts(role="peer", node_id=node_id, incarnation="1d" * 16, namespace=namespace)
+    facts = LocalIdentity(role="peer", node_id=node_id, incarnation="1d" * 16, namespace=namespace)
     known = Credentials(server.config)
     link = await Link.dial(server.addresses, facts, small(), credentials=known, on_message=inbox.on_message)
     yield Worker(link, inbox)
@@ -191,7 +191,7 @@ async def test_nodes_that_are_not_listed_are_refused() -> None:
         with pytest.raises(NotAllowed, match="not among those"):
             async with peer(there, "", B):
                 pass
-        tool = LinkFacts(role="tool")
+        tool = LocalIdentity(role="tool")
         with pytest.raises(NotAllowed):
             await Link.dial(there.addresses, tool, small(), credentials=Credentials(there.config))
         assert there.peers.refused == {"not_allowed": 2}
@@ -208,7 +208,7 @@ async def test_the_list_is_read_after_the_proof() -> None:
     """Who has no secret does not learn who is on it."""
     async with node(allow_nodes=(A,), secret=SECRET) as there:
         for node_id in (A, B):
-            facts = LinkFacts(role="peer", node_id=node_id, incarnation="1d" * 16)
+            facts = LocalIdentity(role="peer", node_id=node_id, incarnation="1d" * 16)
             wrong = Credentials(Config.embedded(secret="another one, as long"))
             with pytest.raises(KvxferError) as caught:
                 await Link.dial(there.addresses, facts, small(), credentials=wrong)

@@ -17,7 +17,7 @@ from examples.child_processes import Daemon, daemon
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from tests.adversity.attacker import connect, parse, shout
 from tests.certificates import Authority
 from tests.conftest import slack
@@ -139,7 +139,7 @@ async def mistakes(addresses: tuple[str, ...], files: dict[str, str]) -> list[st
     for options in (files | {"secret": "a wrong secret, but long"}, files, {"secret": SECRETS[0]}, {}):
         known = Credentials(Config.embedded(**options))
         with pytest.raises(KvxferError) as caught:
-            facts = LinkFacts(role="peer", node_id=A, incarnation="1d" * 16)
+            facts = LocalIdentity(role="peer", node_id=A, incarnation="1d" * 16)
             await Link.dial(addresses, facts, Config.embedded(), credentials=known, timeout=5)
         told += [str(caught.value), repr(caught.value.fields), repr(known)]
     await shout(parse(addresses[0]), b"GET / HTTP/1.1\r\n\r\n")

@@ -20,7 +20,7 @@ import pytest
 from examples.child_processes import daemon
 from kvxfer.config import FRAME_UNAUTHENTICATED_BYTES_MAX, Config
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.net.tls import HANDSHAKE_BYTES_MAX
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE
@@ -74,7 +74,7 @@ class Victim:
         """A node with everything that it takes gets in."""
         known = Credentials(Config.embedded(**self.files))
         host, port = self.control
-        facts = LinkFacts(
+        facts = LocalIdentity(
             role="peer", node_id=B if self.files else os.urandom(16).hex(), incarnation=os.urandom(16).hex()
         )
         link = await Link.dial([f"{host}:{port}"], facts, Config.embedded(), credentials=known, timeout=5 * slack())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ConfigError, DaemonUnavailable
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server
 from tests.conftest import slack
 from tests.nodes import fast, small
@@ -116,7 +116,7 @@ async def test_a_client_takes_a_daemon_of_another_user_only_if_it_lists_them(dir
     await asyncio.wait_for(child.stdout.readline(), 10 * slack())
     for listed, why in (((), "another user"), ((str(SOMEBODY),), "took too long")):
         with pytest.raises(DaemonUnavailable, match=why):
-            await Link.dial_unix(str(path), LinkFacts(role="worker"), small(**fast(), socket_uids=listed))
+            await Link.dial_unix(str(path), LocalIdentity(role="worker"), small(**fast(), socket_uids=listed))
     await child.communicate(b"\n")
 
 

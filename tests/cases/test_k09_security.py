@@ -15,7 +15,7 @@ from examples.child_processes import daemon
 from kvxfer.config import Config
 from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
@@ -51,7 +51,7 @@ class Guarded:
 
     async def dial(self, node_id: str = B, **options: str) -> Link:
         known = Credentials(Config.embedded(**options))
-        facts = LinkFacts(role="peer", node_id=node_id, incarnation="1d" * 16)
+        facts = LocalIdentity(role="peer", node_id=node_id, incarnation="1d" * 16)
         return await Link.dial([self.control], facts, Config.embedded(), credentials=known, timeout=limit(5))
 
 

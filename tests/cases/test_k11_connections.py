@@ -20,7 +20,7 @@ from kvxfer.addresses import parse_address
 from kvxfer.config import Config
 from kvxfer.daemon.acceptor import Acceptor
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.net.listeners import bound_address, listen_tcp
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message
@@ -145,7 +145,7 @@ async def stubs(count: int) -> AsyncIterator[list[list[str]]]:
     async with AsyncExitStack() as stack:
         addresses = []
         for _ in range(count):
-            facts = LinkFacts(role="peer", node_id=secrets.token_hex(16), incarnation=secrets.token_hex(16))
+            facts = LocalIdentity(role="peer", node_id=secrets.token_hex(16), incarnation=secrets.token_hex(16))
             stub = Acceptor(
                 config,
                 facts,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvxfer.dataplane.exports import EarlyNotices
+from kvxfer.dataplane.exports import UnexpectedQueue
 from kvxfer.dataplane.plane import WorkRequest
 from kvxfer.errors import KvxferError, UnknownTransfer
 from kvxfer.geometry import BlockTable
@@ -70,7 +70,7 @@ async def test_c74_a_release_before_its_claim_was_announced(transport: str) -> N
 
 def test_c74_what_is_kept_is_bounded_in_number_and_age() -> None:
     given_up: Counter[str] = Counter()
-    kept: EarlyNotices[int] = EarlyNotices(kept_max=10, per_key_max=4, kept_s=5)
+    kept: UnexpectedQueue[int] = UnexpectedQueue(kept_max=10, per_key_max=4, kept_s=5)
 
     def lost(reason: str, _: int) -> None:
         given_up[reason] += 1

@@ -87,10 +87,10 @@ def test_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> N
     script = (
         "import asyncio, sys\n"
         "from kvxfer.config import Config\n"
-        "from kvxfer.net.link import Link, LinkFacts\n"
+        "from kvxfer.net.link import Link, LocalIdentity\n"
         "from kvxfer.wire import messages as m\n"
         "async def main():\n"
-        "    link = await Link.dial_unix(sys.argv[1], LinkFacts(role='worker'), Config.embedded())\n"
+        "    link = await Link.dial_unix(sys.argv[1], LocalIdentity(role='worker'), Config.embedded())\n"
         "    await link.request(m.Post(kind='offer', key='k', lease_s=60.0, claims_max=1), timeout=5)\n"
         "    await link.request(m.Claim(kind='offer', key='k'), timeout=5)\n"
         "    print('claimed', flush=True)\n"

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.addresses import parse_address
 from kvxfer.errors import ClosedError, PeerUnreachable
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server
 from kvxfer.wire.codec import encode
 from tests.adversity.attacker import greet
@@ -18,8 +18,8 @@ from tests.nodes import fast, node, until
 
 
 async def peer(server: Server) -> Link:
-    facts = LinkFacts(role="peer", node_id=os.urandom(16).hex(), incarnation="d" * 32)
-    return await Link.dial(server.addresses, facts, server.config, credentials=server.credentials)
+    identity = LocalIdentity(role="peer", node_id=os.urandom(16).hex(), incarnation="d" * 32)
+    return await Link.dial(server.addresses, identity, server.config, credentials=server.credentials)
 
 
 async def silent(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -75,7 +75,7 @@ class Pusher:
             notify=tag,
         )
         await self.plane.start([part], timeout=5, peer="landing")
-        self.plane.forget(descriptor)
+        self.plane.drop_import(descriptor)
 
 
 async def free(server: Server) -> None:
@@ -373,7 +373,7 @@ async def test_who_waits_to_adopt_hears_at_once_that_the_landing_died(end: str) 
                 [landing] = server.landings._by_key.values()
                 server.landings._on_engine(landing, Event(EventKind.GRANT_LOST, 0, 0, 1, 0, 0, 0, 0, -1))
             case "drained":
-                server.dispatcher.run(server.registry.cut_off(server.dispatcher._clock()))
+                server.dispatcher.run(server.registry.abort_claimed(server.dispatcher._clock()))
         with pytest.raises(KvxferError) as told:
             await asyncio.wait_for(waiting, 2 * slack())
         assert isinstance(told.value, PeerDraining if end == "drained" else ENDS[end])

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.daemon.landing import BODIES_BYTES_MAX, PASSES_MAX, Room, StagingQueue
+from kvxfer.daemon.landing import BODIES_BYTES_MAX, PASSES_MAX, StagingQueue, StagingRoom
 from kvxfer.errors import BusyError, PeerDraining, TooManyPending, UsageError
 from kvxfer.wire import messages as m
 from tests.daemon.test_landing import MIB, free, land, settle
@@ -45,7 +45,7 @@ async def test_in_the_order_in_which_they_came_and_small_ones_pass_a_large_one_s
 class Waits:
     """One in a line."""
 
-    def __init__(self, line: StagingQueue, account: str, room: Room, order: list[str]) -> None:
+    def __init__(self, line: StagingQueue, account: str, room: StagingRoom, order: list[str]) -> None:
         self.room = room
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         name = f"{account}{len(line)}"
@@ -66,15 +66,15 @@ async def test_who_has_its_share_holds_up_nobody_and_a_full_line_of_one_node_kee
     line, order = StagingQueue(90), list[str]()
     greedy = []
     for _ in range(81):
-        greedy.append(Waits(line, "a", Room.SHARE, order))
+        greedy.append(Waits(line, "a", StagingRoom.SHARE, order))
         await asyncio.sleep(0)
     with pytest.raises(TooManyPending, match="81 of 90, 81 of them of the one who asks"):
-        await Waits(line, "a", Room.SHARE, order).task
+        await Waits(line, "a", StagingRoom.SHARE, order).task
     assert line.pass_all()
-    other = Waits(line, "b", Room.FITS, order)
+    other = Waits(line, "b", StagingRoom.FITS, order)
     assert await other.task
     assert order == ["b81"]
-    greedy[3].room = Room.FITS
+    greedy[3].room = StagingRoom.FITS
     line.look()
     assert await greedy[3].task
     line.give_up(greedy[70], 1)
@@ -88,15 +88,15 @@ async def test_who_has_its_share_holds_up_nobody_and_a_full_line_of_one_node_kee
 
 async def test_one_large_one_at_the_head_of_another_line_lets_others_pass() -> None:
     line, order = StagingQueue(90), list[str]()
-    large = Waits(line, "a", Room.NONE, order)
+    large = Waits(line, "a", StagingRoom.NONE, order)
     await asyncio.sleep(0)
     for _ in range(PASSES_MAX):
-        assert await Waits(line, "b", Room.FITS, order).task
-    late = Waits(line, "b", Room.FITS, order)
+        assert await Waits(line, "b", StagingRoom.FITS, order).task
+    late = Waits(line, "b", StagingRoom.FITS, order)
     await asyncio.sleep(0)
     assert not late.task.done()
     assert not line.pass_all()
-    large.room = Room.FITS
+    large.room = StagingRoom.FITS
     line.look()
     assert await large.task
     assert await late.task

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.daemon.newcomers import Newcomers, source_of
+from kvxfer.daemon.newcomers import HalfOpenConnections, source_of
 
 
 def test_the_oldest_of_the_address_with_most_goes() -> None:
-    line: Newcomers[str] = Newcomers()
+    line: HalfOpenConnections[str] = HalfOpenConnections()
     assert line.displaced() is None
     for one, source in (("a1", "a"), ("b1", "b"), ("b2", "b"), ("a2", "a"), ("b3", "b")):
         line.add(one, source)
@@ -23,7 +23,7 @@ def test_the_oldest_of_the_address_with_most_goes() -> None:
 
 
 def test_one_address_never_displaces_those_of_others() -> None:
-    line: Newcomers[int] = Newcomers()
+    line: HalfOpenConnections[int] = HalfOpenConnections()
     line.add(-1, "honest")
     for one in range(1000):
         if len(line) == 8:

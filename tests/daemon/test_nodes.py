@@ -11,7 +11,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.daemon.nodes import NODE_LINKS_MAX, TOOLS_PART, Nodes
 from kvxfer.errors import TooManyPending
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.wire import messages as m
 from kvxfer.wire.session import Facts
 from tests.nodes import fast, node, small, until
@@ -96,8 +96,8 @@ async def test_a_node_that_opens_connections_for_ever_is_told_and_shuts_out_nobo
     async with node(links_max=64) as server:
 
         async def dial(node_id: str) -> Link:
-            facts, known = LinkFacts(role="peer", node_id=node_id), server.credentials
-            return await Link.dial(server.addresses, facts, small(), credentials=known)
+            identity, known = LocalIdentity(role="peer", node_id=node_id), server.credentials
+            return await Link.dial(server.addresses, identity, small(), credentials=known)
 
         links = [await dial(THEIRS) for _ in range(NODE_LINKS_MAX)]
         for _ in range(100):

@@ -26,7 +26,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.tasks import Deadline, TaskOwner
 from kvxfer.wire import messages as m
 from tests.nodes import node, small, until
@@ -58,9 +58,9 @@ class Rig:
             await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        facts = LinkFacts(role="peer", node_id="c" * 32, incarnation="d" * 32)
+        identity = LocalIdentity(role="peer", node_id="c" * 32, incarnation="d" * 32)
         known = Credentials(self.config)
-        return await Link.dial(addresses, facts, self.config, credentials=known, expected_node_id=node_id)
+        return await Link.dial(addresses, identity, self.config, credentials=known, expected_node_id=node_id)
 
     async def get(self, addresses: Sequence[str], node_id: str = "", timeout: float = 5.0) -> Link:
         return await self.pool.get(addresses, node_id, Deadline.after(timeout))

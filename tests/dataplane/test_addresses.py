@@ -62,7 +62,7 @@ async def test_an_address_that_answers_too_late_is_let_go(tmp_path: Path) -> Non
             assert slow.accepted == 1
             slow.resume()
             await until(lambda: slow.live == 0)
-            assert len(a.plane._reach._routes) == 1
+            assert len(a.plane._connections._connections) == 1
 
 
 async def test_when_none_answers_each_says_why(tmp_path: Path) -> None:

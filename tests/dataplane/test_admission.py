@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import PASSES, RANKS, SHORT_BYTES, Admission, Permit, Turns, rank_of
+from kvxfer.dataplane.admission import PASSES, RANKS, SHORT_BYTES, Admission, RankScheduler, WindowSlot, rank_of
 from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge, UsageError
 from kvxfer.native.engine import PRIORITY_FLAGS
 from tests.native.alone import compiled_text
@@ -117,7 +117,7 @@ def test_the_limit_for_all_peers_keeps_nothing_urgent_waiting_for_bulk() -> None
 
 
 def test_turns_serve_the_most_urgent_and_starve_nobody() -> None:
-    turns = Turns()
+    turns = RankScheduler()
     served = [turns.take({0, 3, 5}) for _ in range(200)]
     assert served[:PASSES] == [0] * PASSES
     assert served.count(5) >= 200 // (PASSES + 2) - 1
@@ -146,9 +146,9 @@ def test_all_lines_together_are_bounded_and_the_error_names_the_limit() -> None:
     assert (caught.value.fields["limit"], caught.value.fields["option"]) == (3, "waiters_max")
     admission.abandon(waiting[0])
     admission.check()
-    permit, verdict = admission.admit("b", 1, 0.0)
+    slot, verdict = admission.admit("b", 1, 0.0)
     assert verdict == "queued"
-    assert admission.remove_peer("b")[0] == [waiting[1], permit]
+    assert admission.remove_peer("b")[0] == [waiting[1], slot]
     admission.check()
     assert admission.admit("c", 1, 0.0)[1] == "queued", "what left its line, however it left, makes room"
 
@@ -168,13 +168,13 @@ def test_credits_lead() -> None:
 
 def test_a_permit_ends_once() -> None:
     admission = make()
-    permit, _ = admission.admit("a", 1, 0.0)
-    admission.done(permit)
+    slot, _ = admission.admit("a", 1, 0.0)
+    admission.done(slot)
     for end in (admission.done, admission.abandon):
         with pytest.raises(InternalError, match=r"not in flight|not known"):
-            end(permit)
+            end(slot)
         with pytest.raises(InternalError, match=r"not in flight|not known"):
-            end(Permit(peer="a", bytes=1, queued_at=0.0))
+            end(WindowSlot(peer="a", bytes=1, queued_at=0.0))
     assert admission.inflight_bytes == 0
 
 
@@ -196,16 +196,16 @@ def test_what_waits_says_which_limit_it_waits_for() -> None:
     admission.admit("a", 3 * KIB64, 0.0)
     large, _ = admission.admit("a", 2 * KIB64, 0.0)
     small, _ = admission.admit("a", 1, 0.0)
-    for permit in (large, small):  # the small one waits because the large one does
-        assert str(admission.obstacle(permit)) == f"window_bytes_max, {3 * KIB64} of {4 * KIB64} in use"
+    for slot in (large, small):  # the small one waits because the large one does
+        assert str(admission.blocked_by(slot)) == f"window_bytes_max, {3 * KIB64} of {4 * KIB64} in use"
     other, verdict = admission.admit("b", 4 * KIB64, 0.0)
     assert verdict == "queued"
-    assert str(admission.obstacle(other)) == f"inflight_bytes_max, {3 * KIB64} of {6 * KIB64} in use"
+    assert str(admission.blocked_by(other)) == f"inflight_bytes_max, {3 * KIB64} of {6 * KIB64} in use"
     narrow = make(ops=1)
     narrow.admit("a", 0, 0.0)
-    assert narrow.obstacle(narrow.admit("a", 0, 0.0)[0]).option == "window_ops_max"
+    assert narrow.blocked_by(narrow.admit("a", 0, 0.0)[0]).option == "window_ops_max"
     narrow.set_credits("a", 0)
-    assert narrow.obstacle(narrow.admit("a", 0, 0.0)[0]).option == "credits"
+    assert narrow.blocked_by(narrow.admit("a", 0, 0.0)[0]).option == "credits"
 
 
 def test_abandoning_the_head_lets_the_next_one_go() -> None:
@@ -252,18 +252,18 @@ def test_credits_are_checked(count: int) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4 * KIB64)), max_size=40), st.randoms())
 def test_everything_admitted_or_queued_finishes_in_order(requests: list[tuple[str, int]], random: object) -> None:
     admission = make(ops=3, waiters=64)
-    started: dict[str, list[Permit]] = defaultdict(list)
-    asked: dict[str, list[Permit]] = defaultdict(list)
-    running: list[Permit] = []
+    started: dict[str, list[WindowSlot]] = defaultdict(list)
+    asked: dict[str, list[WindowSlot]] = defaultdict(list)
+    running: list[WindowSlot] = []
     for peer, size in requests:
-        permit, verdict = admission.admit(peer, size, 0.0)
-        asked[peer].append(permit)
+        slot, verdict = admission.admit(peer, size, 0.0)
+        asked[peer].append(slot)
         if verdict == "admitted":
-            running.append(permit)
-            started[peer].append(permit)
+            running.append(slot)
+            started[peer].append(slot)
     while running:
-        permit = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
-        for other in admission.done(permit):
+        slot = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
+        for other in admission.done(slot):
             running.append(other)
             started[str(other.peer)].append(other)
         admission.check()
@@ -277,19 +277,19 @@ class AdmissionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.admission = make(ops=2, waiters=4)
-        self.running: list[Permit] = []
-        self.waiting: list[Permit] = []
+        self.running: list[WindowSlot] = []
+        self.waiting: list[WindowSlot] = []
         self.spent: dict[str, int] = {}
         self.granted: dict[str, int] = {}
 
-    def started(self, permits: list[Permit]) -> None:
-        for permit in permits:
-            assert permit in self.waiting
-            earlier = [other for other in self.waiting if (other.peer, other.rank) == (permit.peer, permit.rank)]
-            assert earlier[0] is permit, "FIFO"
-            self.waiting.remove(permit)
-            self.running.append(permit)
-            self.spent[str(permit.peer)] = self.spent.get(str(permit.peer), 0) + 1
+    def started(self, permits: list[WindowSlot]) -> None:
+        for slot in permits:
+            assert slot in self.waiting
+            earlier = [other for other in self.waiting if (other.peer, other.rank) == (slot.peer, slot.rank)]
+            assert earlier[0] is slot, "FIFO"
+            self.waiting.remove(slot)
+            self.running.append(slot)
+            self.spent[str(slot.peer)] = self.spent.get(str(slot.peer), 0) + 1
 
     @rule(
         peer=st.sampled_from("ab"),
@@ -298,27 +298,27 @@ class AdmissionMachine(RuleBasedStateMachine):
     )
     def admit(self, peer: str, size: int, rank: int) -> None:
         try:
-            permit, verdict = self.admission.admit(peer, size, 0.0, rank=rank)
+            slot, verdict = self.admission.admit(peer, size, 0.0, rank=rank)
         except PeerBackpressure:
-            assert sum(permit.peer == peer for permit in self.waiting) == 4
+            assert sum(slot.peer == peer for slot in self.waiting) == 4
             return
-        self.waiting.append(permit)
+        self.waiting.append(slot)
         if verdict == "admitted":
-            self.started([permit])
+            self.started([slot])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def done(self, data: st.DataObject) -> None:
-        permit = data.draw(st.sampled_from(self.running))
-        self.running.remove(permit)
-        self.started(self.admission.done(permit))
+        slot = data.draw(st.sampled_from(self.running))
+        self.running.remove(slot)
+        self.started(self.admission.done(slot))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
-        permit = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(permit)
-        self.started(self.admission.abandon(permit))
+        slot = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(slot)
+        self.started(self.admission.abandon(slot))
 
     @rule(peer=st.sampled_from("ab"), count=st.one_of(st.none(), st.integers(0, 3)))
     def set_credits(self, peer: str, count: int | None) -> None:
@@ -338,9 +338,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(peer=st.sampled_from("ab"))
     def remove(self, peer: str) -> None:
         failed, started = self.admission.remove_peer(peer)
-        mine = [permit for permit in self.waiting if permit.peer == peer]
-        assert failed == sorted(mine, key=lambda permit: permit.rank)
-        self.waiting = [permit for permit in self.waiting if permit.peer != peer]
+        mine = [slot for slot in self.waiting if slot.peer == peer]
+        assert failed == sorted(mine, key=lambda slot: slot.rank)
+        self.waiting = [slot for slot in self.waiting if slot.peer != peer]
         self.granted.pop(peer, None)
         self.started(started)
 
@@ -348,13 +348,13 @@ class AdmissionMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.admission.check()
         assert self.admission.inflight_ops == len(self.running)
-        for permit in self.waiting:  # bulk never starves, and nothing waits for what is less urgent
-            credits_left = self.admission.window(str(permit.peer)).credits
-            assert credits_left == 0 or any(other.rank <= permit.rank for other in self.running)
-            assert credits_left == 0 or any(other.rank == permit.rank for other in self.running)
+        for slot in self.waiting:  # bulk never starves, and nothing waits for what is less urgent
+            credits_left = self.admission.window(str(slot.peer)).credits
+            assert credits_left == 0 or any(other.rank <= slot.rank for other in self.running)
+            assert credits_left == 0 or any(other.rank == slot.rank for other in self.running)
         for peer in "ab":
             window = self.admission.window(peer)
-            assert window.waiting == sum(permit.peer == peer for permit in self.waiting)
+            assert window.waiting == sum(slot.peer == peer for slot in self.waiting)
             if peer in self.granted:
                 assert window.credits == self.granted[peer] - self.spent.get(peer, 0)
 
@@ -399,7 +399,7 @@ def test_both_halves_mean_the_same(turns: ctypes.CDLL) -> None:
 @given(st.lists(st.integers(1, (1 << RANKS) - 1), max_size=60))
 def test_the_same_turns_in_c_and_in_python(turns: ctypes.CDLL, masks: list[int]) -> None:
     turns.reset()
-    ours = Turns()
+    ours = RankScheduler()
     for mask in masks:
         peeked = turns.peek(mask)
         assert turns.take(mask) == peeked == ours.take({rank for rank in range(RANKS) if mask >> rank & 1})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.dataplane.admission import Admission, Permit, SubmitQueue
+from kvxfer.dataplane.admission import Admission, SubmitQueue, WindowSlot
 from kvxfer.errors import InternalError, PeerBackpressure
 
 KIB64 = 64 << 10
@@ -22,7 +22,7 @@ class Work:
     def __init__(self, transfer: int, rank: int = 2) -> None:
         self.transfer = transfer
         self.rank = rank
-        self.permit: Permit | None = None
+        self.slot: WindowSlot | None = None
 
 
 def make(ops: int = 2) -> SubmitQueue[Work]:
@@ -76,18 +76,18 @@ def test_what_a_submit_ends_at_once_lets_the_next_one_go_without_a_deeper_call()
 def test_what_waits_for_the_engine_is_retried_in_order_also_when_a_completion_inside_takes_it() -> None:
     line, works, seen = make(), [Work(at) for at in range(3)], []
     for work in works:
-        line.wait_for_room(work)
+        line.wait_for_engine(work)
 
-    def no_room(work: Work) -> None:
+    def engine_full(work: Work) -> None:
         seen.append(work)
-        line.wait_for_room(work)
+        line.wait_for_engine(work)
 
     def all_taken(work: Work) -> None:
         seen.append(work)
         for other in line.everybody():
             line.leave(other)
 
-    line.retry(no_room)
+    line.retry(engine_full)
     assert seen == works[:1]
     assert list(line.everybody()) == works
     line.retry(all_taken)
@@ -98,9 +98,9 @@ def test_what_waits_for_the_engine_is_retried_in_order_also_when_a_completion_in
 def test_what_waits_for_the_engine_goes_by_rank_and_nothing_starves() -> None:
     line, seen = make(), []
     bulk = Work(0, rank=5)
-    line.wait_for_room(bulk)
+    line.wait_for_engine(bulk)
     for at in range(1, 30):
-        line.wait_for_room(Work(at, rank=0))
+        line.wait_for_engine(Work(at, rank=0))
     line.retry(seen.append)
     assert len(seen) == 30
     assert 0 < seen.index(bulk) <= 8
@@ -135,7 +135,7 @@ class LineMachine(RuleBasedStateMachine):
             self.line.ended(work)
             self.line.run(self.submit)
         elif what == "full" and self.engine:
-            self.line.wait_for_room(work)
+            self.line.wait_for_engine(work)
         else:
             self.engine.append(work)
 
@@ -172,8 +172,8 @@ class LineMachine(RuleBasedStateMachine):
                 return
             if not admitted:
                 continue
-            if self.line.no_room:
-                self.line.wait_for_room(work)
+            if self.line.engine_full:
+                self.line.wait_for_engine(work)
             else:
                 self.submit(work)
 
@@ -201,7 +201,7 @@ class LineMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.line.check()
-        held = [work for work in (*self.engine, *self.line.everybody()) if work.permit is not None]
+        held = [work for work in (*self.engine, *self.line.everybody()) if work.slot is not None]
         assert len(held) == self.line.admission.inflight_ops + self.line.admission.waiting
         assert not any(work.transfer in self.over for work in self.line.everybody())
         assert self.engine or not len(self.line), "somebody waits although nothing is in the way"

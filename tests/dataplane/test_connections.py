@@ -61,18 +61,18 @@ async def test_endpoints_that_make_no_sense_are_the_owners_fault(tmp_path: Path,
 async def test_a_dead_connection_is_replaced(tmp_path: Path, transport: str) -> None:
     async with sides(tmp_path, (transport,)) as (a, b):
         await a.start(b.region.descriptor("w"), 4096)
-        reach = a.plane._reach
-        [route] = reach._routes.values()
+        reach = a.plane._connections
+        [connection] = reach._connections.values()
         # It ends behind our back: the engine knows, the news has not been looked at.
-        await a.plane.engine.close_peer(route.peer)
+        await a.plane.engine.close_peer(connection.peer)
         transfer = await a.start(b.region.descriptor("w"), 4096)
         assert transfer.state == "done"
-        assert [old.peer for old in reach._routes.values()] != [route.peer]
+        assert [old.peer for old in reach._connections.values()] != [connection.peer]
 
 
 async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, b):
-        engine, reach = a.plane.engine, a.plane._reach
+        engine, reach = a.plane.engine, a.plane._connections
         connect = engine.connect
         ended: list[int] = []
         losses = 100
@@ -88,7 +88,7 @@ async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_pa
         engine.connect = connect_and_lose  # type: ignore[method-assign]
         with pytest.raises(PeerUnreachable, match="ended"):
             await a.start(b.region.descriptor("w"), 4096)
-        assert reach._routes == {}
+        assert reach._connections == {}
         assert len(ended) == len(RESET_DELAYS_S) + 1, "it is tried again a few times"
         ended, losses = [], 1
         assert (await a.start(b.region.descriptor("w"), 4096)).state == "done"
@@ -98,7 +98,7 @@ async def test_the_end_of_a_connection_that_nobody_knew_yet_is_remembered(tmp_pa
 async def test_an_import_of_a_connection_that_went_meanwhile_is_not_kept(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, b):
         await a.start(b.region.descriptor("w"), 4096)
-        reach, described = a.plane._reach, b.region.descriptor("w")
+        reach, described = a.plane._connections, b.region.descriptor("w")
         import_ = a.plane.engine.import_
 
         def import_and_lose(peer: int, **grant: object) -> tuple[int, asyncio.Future[Event]]:
@@ -119,11 +119,11 @@ async def test_forgotten_imports_go_at_once_or_after_their_last_user(tmp_path: P
         described = b.region.descriptor("w")
         await a.start(described, 4096)
         assert a.plane.engine.counters().imports == 1
-        a.plane.forget(described)
+        a.plane.drop_import(described)
         assert a.plane.engine.counters().imports == 0
         await a.start(described, 4096)
         transfers = [a.start(described) for _ in range(5)]
-        a.plane.forget(described)
+        a.plane.drop_import(described)
         for transfer in transfers:
             assert (await transfer).state == "done"
         await until(lambda: a.plane.engine.counters().imports == 0)
@@ -137,14 +137,14 @@ async def test_what_is_forgotten_while_it_is_being_made_is_not_kept(tmp_path: Pa
         await asyncio.sleep(0)
         preparing.cancel()
         await asyncio.gather(preparing, return_exceptions=True)
-        a.plane.forget(described)
-        await until(lambda: not a.plane._reach._resolving)
+        a.plane.drop_import(described)
+        await until(lambda: not a.plane._connections._resolving)
         assert a.plane.engine.counters().imports == 0
         # Forgotten while somebody else still waits for it: he gets one all the same.
         other = b.region.descriptor("w")
         transfer = a.start(other, 4096)
         await asyncio.sleep(0)
-        a.plane.forget(other)
+        a.plane.drop_import(other)
         assert (await transfer).state == "done"
 
 
@@ -190,14 +190,14 @@ async def test_a_choice_is_one_line_and_every_grant_is_counted(
 
 async def test_another_need_finds_the_import_that_there_is(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm", "tcp")) as (a, b):
-        described, reach = b.region.descriptor("w"), a.plane._reach
+        described, reach = b.region.descriptor("w"), a.plane._connections
         assert reach.ready(described, MemoryKind.DRAM) is None
         found = await reach.resolve(described, MemoryKind.DRAM)
         for local in (None, MemoryKind.DRAM, MemoryKind.PINNED):
             for check in (False, True):
                 assert reach.ready(described, local, check) is found
                 assert await reach.resolve(described, local, check) is found
-        assert len(found.needs) == 6
+        assert len(found.selection_keys) == 6
         assert counted(a.plane.engine)["shm"] == {"chosen": 4}  # a look for any memory chose nothing
         reach.drop(found)
         assert reach.ready(described, None) is None

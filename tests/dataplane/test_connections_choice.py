@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvxfer.dataplane.connections import Need, in_order, kind_there, moved, number_of, unfit
+from kvxfer.dataplane.connections import Requirements, by_preference, moved, rejection, remote_kind, requirement_bits
 from kvxfer.descriptors import RemoteDescriptor
 from kvxfer.native.types import Caps, ChoiceKind, MemoryKind, TransportInfo
 
@@ -51,8 +51,8 @@ DESCRIBED = RemoteDescriptor(
 )
 
 
-def chosen(need: Need, *infos: TransportInfo) -> list[str]:
-    found = [one for one in in_order(infos or EVERY[:3], need) if unfit(one, need, DESCRIBED) is None]
+def chosen(need: Requirements, *infos: TransportInfo) -> list[str]:
+    found = [one for one in by_preference(infos or EVERY[:3], need) if rejection(one, need, DESCRIBED) is None]
     return [one.name for one in found]
 
 
@@ -70,54 +70,54 @@ def chosen(need: Need, *infos: TransportInfo) -> list[str]:
     ],
 )
 def test_each_pair_of_memories_has_its_order(local: MemoryKind | None, remote: MemoryKind, expected: list[str]) -> None:
-    assert chosen(Need(local, remote)) == expected
+    assert chosen(Requirements(local, remote)) == expected
 
 
 def test_the_configured_order_stands_otherwise() -> None:
-    assert chosen(Need(DRAM, DRAM), replace(FAR, rank=1), replace(NEAR, rank=2)) == ["far", "near"]
-    assert chosen(Need(HBM, HBM), replace(FAR, rank=1), replace(CARD, rank=2)) == ["far", "card"]
-    assert chosen(Need(PINNED, PINNED), replace(FAR, rank=1), replace(CARD, rank=2)) == ["far", "card"]
+    assert chosen(Requirements(DRAM, DRAM), replace(FAR, rank=1), replace(NEAR, rank=2)) == ["far", "near"]
+    assert chosen(Requirements(HBM, HBM), replace(FAR, rank=1), replace(CARD, rank=2)) == ["far", "card"]
+    assert chosen(Requirements(PINNED, PINNED), replace(FAR, rank=1), replace(CARD, rank=2)) == ["far", "card"]
 
 
 def test_who_wants_to_look_gets_what_can_be_mapped() -> None:
-    assert chosen(Need(None, DRAM, mapped=True), replace(FAR, rank=1), NEAR) == ["near", "far"]
+    assert chosen(Requirements(None, DRAM, mapped=True), replace(FAR, rank=1), NEAR) == ["near", "far"]
 
 
 @pytest.mark.parametrize(
     ("need", "one", "kind", "text"),
     [
-        (Need(DRAM, HBM), CARD, ChoiceKind.MEMORY, "card: it moves hbm and pinned dram only, not dram to hbm"),
+        (Requirements(DRAM, HBM), CARD, ChoiceKind.MEMORY, "card: it moves hbm and pinned dram only, not dram to hbm"),
         (
-            Need(DRAM, HBM),
+            Requirements(DRAM, HBM),
             NEAR,
             ChoiceKind.MEMORY,
             "near: it moves dram, hbm and pinned dram here, dram and pinned dram there",
         ),
-        (Need(HBM, HBM, check=True), CARD, ChoiceKind.CHECKSUM, "card: it makes no checksums"),
-        (Need(HBM, HBM), replace(FAR, name="new"), ChoiceKind.NOT_OFFERED, "new: the owner does not offer it"),
+        (Requirements(HBM, HBM, check=True), CARD, ChoiceKind.CHECKSUM, "card: it makes no checksums"),
+        (Requirements(HBM, HBM), replace(FAR, name="new"), ChoiceKind.NOT_OFFERED, "new: the owner does not offer it"),
     ],
 )
-def test_the_reason_says_which_and_why(need: Need, one: TransportInfo, kind: ChoiceKind, text: str) -> None:
-    found = unfit(one, need, DESCRIBED)
+def test_the_reason_says_which_and_why(need: Requirements, one: TransportInfo, kind: ChoiceKind, text: str) -> None:
+    found = rejection(one, need, DESCRIBED)
     assert found is not None
     assert (found.info, found.kind) == (one, kind)
     assert text in found.text
 
 
 def test_a_notification_asks_nothing_of_our_memory() -> None:
-    assert unfit(replace(CARD, local_memory=0), Need(None, HBM), DESCRIBED) is None
-    assert unfit(CARD, Need(None, DRAM), DESCRIBED) is not None
+    assert rejection(replace(CARD, local_memory=0), Requirements(None, HBM), DESCRIBED) is None
+    assert rejection(CARD, Requirements(None, DRAM), DESCRIBED) is not None
 
 
 def test_descriptors_say_where_the_bytes_are() -> None:
-    assert kind_there(DESCRIBED) is DRAM
-    assert kind_there(replace(DESCRIBED, pinned=True)) is PINNED
-    assert kind_there(replace(DESCRIBED, kind="hbm")) is HBM
+    assert remote_kind(DESCRIBED) is DRAM
+    assert remote_kind(replace(DESCRIBED, pinned=True)) is PINNED
+    assert remote_kind(replace(DESCRIBED, kind="hbm")) is HBM
 
 
 def test_needs_do_not_share_a_number() -> None:
     needs = list(product((None, *MemoryKind), (False, True), (False, True)))
-    assert len({number_of(*need) for need in needs}) == len(needs)
+    assert len({requirement_bits(*need) for need in needs}) == len(needs)
 
 
 def test_kinds_in_words() -> None:

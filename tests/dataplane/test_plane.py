@@ -194,14 +194,14 @@ async def test_an_unreachable_endpoint_ends_by_the_deadline(tmp_path: Path) -> N
 async def test_notifications_reach_the_watcher_and_strays_are_counted(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm",)) as (a, b):
         described, told = b.region.descriptor("w"), []
-        b.plane.memory.watch(described.grant, told.append)
+        b.plane.memory.subscribe(described.grant, told.append)
         for tag in (1, 2, 3):
             part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=described, notify=(tag, tag * 10))
             await a.plane.start((part,), timeout=5, peer="test")
         while len(told) < 3:
             await asyncio.sleep(0.001)
         assert [(event.tag, event.value) for event in told] == [(1, 10), (2, 20), (3, 30)]
-        b.plane.memory.unwatch(described.grant)
+        b.plane.memory.unsubscribe(described.grant)
         part = WorkRequest(kind=OpKind.PUT, region=0, descriptor=described, notify=(4, 4))
         await a.plane.start((part,), timeout=5, peer="test")
         while not b.plane.unexpected_notifications:
@@ -233,9 +233,9 @@ async def test_cancelling_a_transfer_whose_parts_wait_in_line_ends_each_part_onc
             assert many._parts_left == 0
         await first
         assert (await a.start(described)).state == "done"
-        [ready] = a.plane._reach._imports.values()
+        [ready] = a.plane._connections._imports.values()
         assert ready.users == 0
-        assert a.plane._line.admission.inflight_ops == 0
+        assert a.plane._queue.admission.inflight_ops == 0
 
 
 async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ async def test_arguments_that_do_not_fit_fail_the_transfer_and_free_its_place(tm
             )
             with pytest.raises(UsageError):
                 await a.plane.start([part], timeout=5, peer="test")
-        assert a.plane._line.admission.inflight_ops == 0
+        assert a.plane._queue.admission.inflight_ops == 0
         await a.start(described)
 
 
@@ -271,7 +271,7 @@ async def test_while_it_closes_nothing_begins(tmp_path: Path) -> None:
 async def test_more_notifications_than_a_batch_are_drained_at_once(tmp_path: Path) -> None:
     async with sides(tmp_path, ("shm",), notify_max=4096) as (a, b):
         described, told = b.region.descriptor("w"), []
-        b.plane.memory.watch(described.grant, told.append)
+        b.plane.memory.subscribe(described.grant, told.append)
         engine = b.plane.engine
         drain, engine._drain_once = engine._drain_once, lambda *_: 0  # type: ignore[method-assign]
         for _ in range(600):
@@ -310,14 +310,14 @@ async def test_cancelling_parts_that_the_engine_has_no_room_for_ends_each_once(t
         busy = [a.start(to_b) for _ in range(2)]
         part = WorkRequest(kind=OpKind.PUT, region=a.region.id, descriptor=to_c, span=(0, 0, LENGTH))
         many = a.plane.start([part] * 5, timeout=5, peer="test")
-        assert a.plane._line.admission.waiting == 3
-        assert len(a.plane._line) == 5, "or the test shows nothing: two wait for the engine"
+        assert a.plane._queue.admission.waiting == 3
+        assert len(a.plane._queue) == 5, "or the test shows nothing: two wait for the engine"
         await asyncio.wait_for(many.cancel(), 5)
         assert many._parts_left == 0
         for transfer in busy:
             await transfer
-        assert [found.users for found in a.plane._reach._imports.values()] == [0, 0]
-        assert a.plane._line.admission.inflight_ops == 0
+        assert [found.users for found in a.plane._connections._imports.values()] == [0, 0]
+        assert a.plane._queue.admission.inflight_ops == 0
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -337,7 +337,7 @@ async def test_a_transfer_larger_than_the_window_that_fails_leaves_the_window_wh
             with pytest.raises(KvxferError):
                 await many
             await asyncio.wait_for(many.wait_settled(), 5)
-            plane._line.check_idle()
+            plane._queue.check_idle()
         assert (await a.start(described)).state == "done"
 
 
@@ -347,19 +347,19 @@ async def test_what_never_left_the_line_says_what_it_waited_for(tmp_path: Path) 
         await a.start(described)
         held = PendingWork(plane, Transfer(plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
         held.rank = rank_of(Priority.NORMAL, LENGTH)
-        assert plane._line.enter(held, b.plane.engine_id, LENGTH, 0.0)
+        assert plane._queue.enter(held, b.plane.engine_id, LENGTH, 0.0)
         with pytest.raises(TransferTimeout, match=f"waits for window_bytes_max, {LENGTH} of {LENGTH} in use") as caught:
             await a.start(described, timeout=0.05)
         fields = caught.value.fields
         assert (fields["option"], fields["in_use"], fields["limit"]) == ("window_bytes_max", LENGTH, LENGTH)
-        plane._line.ended(held)
+        plane._queue.ended(held)
         await a.start(described)
 
 
 async def test_a_permit_that_is_left_when_everything_has_ended_is_reported_by_aclose(tmp_path: Path) -> None:
     async with sides(tmp_path, ("tcp",)) as (a, _):
         lost = PendingWork(a.plane, Transfer(a.plane, op_id=99, peer="test", parts=1), None, None)  # type: ignore[arg-type]
-        assert a.plane._line.enter(lost, "peer", 7, 0.0)
+        assert a.plane._queue.enter(lost, "peer", 7, 0.0)
         with pytest.raises(InternalError, match="permits are left"):
             await asyncio.wait_for(a.plane.aclose(), 10)
         with pytest.raises(ClosedError):
@@ -379,7 +379,7 @@ async def test_what_is_urgent_does_not_wait_for_a_window_full_of_bulk(tmp_path: 
         assert not bulk[-1].done
         for transfer in bulk:
             assert (await transfer).state == "done"
-        a.plane._line.check_idle()
+        a.plane._queue.check_idle()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -401,7 +401,7 @@ async def test_every_priority_and_size_arrives_however_many_there_are(tmp_path: 
         for transfer in started:
             await transfer
         assert np.array_equal(a.region.array, b.region.array)
-        a.plane._line.check()
+        a.plane._queue.check()
 
 
 @pytest.mark.parametrize("word", ["urgent", "", None, 1, "Bulk"])

@@ -39,8 +39,8 @@ async def through_proxy(
 
 def age(side: Side) -> None:
     """Nothing was heard over its connections for a long time."""
-    for route in side.plane._reach._routes.values():
-        route.heard -= 2 * quiet.QUIET_S
+    for connection in side.plane._connections._connections.values():
+        connection.heard -= 2 * quiet.PROBE_AFTER_S
 
 
 @pytest.fixture

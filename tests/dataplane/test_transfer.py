@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from kvxfer.dataplane.admission import Obstacle
+from kvxfer.dataplane.admission import WindowLimit
 from kvxfer.dataplane.transfer import Transfer
 from kvxfer.errors import PeerLost, TransferCancelled, TransferTimeout
 
@@ -19,7 +19,7 @@ class Recorder:
         self.cancelled: list[int] = []
         self.on_drain = lambda: None
         self.late_ones = 0
-        self.waits_for: Obstacle | None = None
+        self.waits_for: WindowLimit | None = None
 
     def cancel_token(self, token: int) -> None:
         self.cancelled.append(token)
@@ -30,7 +30,7 @@ class Recorder:
     def progress(self, token: int) -> int:
         return 0
 
-    def obstacle(self, transfer: Transfer) -> Obstacle | None:
+    def blocked_by(self, transfer: Transfer) -> WindowLimit | None:
         return self.waits_for
 
     def drain(self) -> None:

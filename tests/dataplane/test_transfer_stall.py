@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvxfer.dataplane.transfer import LOOKS_MAX, StallWatch
+from kvxfer.dataplane.transfer import POLLS_PER_TURN_MAX, StallWatch
 from tests.nodes import until
 
 STALL_S = 0.1
@@ -59,7 +59,7 @@ async def test_what_waits_for_its_own_turn_is_not_stalled() -> None:
 
 async def test_many_are_looked_at_in_turns() -> None:
     watch = StallWatch(STALL_S, lambda _: None)
-    items = [Item() for _ in range(3 * LOOKS_MAX)]
+    items = [Item() for _ in range(3 * POLLS_PER_TURN_MAX)]
     for item in items:
         watch.begin(item, lambda: 0)
     await until(lambda: all(item.stalled for item in items))

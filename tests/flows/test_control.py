@@ -210,7 +210,7 @@ async def test_claims_hear_that_they_are_orphaned_and_settle_through_the_next_da
         await a.server.aclose()
         await until(lambda: not a.client.control.connected)
         assert [event.what for event in heard] == ["orphaned"]
-        a.client.control.settle_in_background(claim, "failed", PeerLost("our reason"))
+        a.client.control.report_in_background(claim, "failed", PeerLost("our reason"))
         a.server = Server(a.config)
         await a.server.__aenter__()
         await until(lambda: any(event.what in ("settled", "lost") for event in owner))
@@ -339,9 +339,9 @@ async def settled_out_of_reach(here: Node, there: Node, told: list[m.PostingEven
     here.server.pool._dial = cut
     here.server.pool.links[0].abort()
     await until(lambda: [event.what for event in told] == ["claimed", "orphaned"])
-    here.client.control.settle_in_background(handle, "cancelled", None)
+    here.client.control.report_in_background(handle, "cancelled", None)
     await until(lambda: len(here.server.forwarder.unsettled) == 1)
-    assert len(here.client.control._untold) == 1
+    assert len(here.client.control._outbox) == 1
 
     def mend() -> None:
         here.server.pool._dial = dial
@@ -355,7 +355,7 @@ async def test_a_settlement_is_remembered_until_the_owner_has_heard_it(tmp_path:
         mend = await settled_out_of_reach(a, b, told)
         mend()
         await until(lambda: told[-1].what == "settled", 10)
-        await until(lambda: not len(a.client.control._untold))
+        await until(lambda: not len(a.client.control._outbox))
         assert told[-1].code == "cancelled"
 
 
@@ -365,5 +365,5 @@ async def test_a_settlement_outlives_the_daemon_that_was_told(tmp_path: Path) ->
         await settled_out_of_reach(a, b, told)
         await a.restart()
         await until(lambda: told[-1].what == "settled")
-        await until(lambda: not len(a.client.control._untold))
+        await until(lambda: not len(a.client.control._outbox))
         assert (told[-1].code, b.server.registry.counts().claims) == ("cancelled", 0)

@@ -33,7 +33,15 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.flows import exchange
-from kvxfer.flows.exchange import POSTING_VERSION, Joined, LayerPart, Reaching, TransferOffer, negotiate, prepared_layer
+from kvxfer.flows.exchange import (
+    POSTING_VERSION,
+    Joined,
+    LayerPart,
+    PeerImports,
+    TransferOffer,
+    negotiate,
+    prepared_layer,
+)
 from kvxfer.geometry import BlockTable
 from kvxfer.native.engine import OpKind
 from kvxfer.native.status import StatusCode
@@ -572,7 +580,7 @@ async def test_a_table_that_covers_too_little_is_refused_without_planning() -> N
 
 async def test_a_flow_may_fail_at_the_moment_of_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline has fired, and before whoever waited runs again, the other side says that it failed."""
-    reaching = Reaching()
+    reaching = PeerImports()
 
     monkeypatch.setattr(exchange, "_pairs", lambda *_: {})
 

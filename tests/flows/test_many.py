@@ -146,7 +146,7 @@ async def test_those_that_were_never_begun_fail_with_the_deadline_and_are_tried_
     assert list(failed) == sorted(failed)
     assert group.undefined == tuple(failed)
     assert any("not begun within" in str(error) for error in failed.values())
-    slow.client.plane._line.check()
+    slow.client.plane._queue.check()
     assert slow.client.plane.permits == 0
 
 

@@ -54,7 +54,7 @@ class Liar:
         await self.client.plane.start([part], timeout=5, peer="liar")
 
     def settle(self, outcome: str) -> None:
-        self.client.control.settle_in_background(self.claim, outcome, None)
+        self.client.control.report_in_background(self.claim, outcome, None)
 
 
 async def liar(a: Client, b: Client) -> Liar:
@@ -257,7 +257,7 @@ async def test_why_the_pusher_ended_is_told_although_its_connection_ended_first(
         await until(lambda: landing._incoming.writers)
         vanished(landing)
         vanished(landing)
-        a.control.settle_in_background(peer.claim, outcome, error)
+        a.control.report_in_background(peer.claim, outcome, error)
         with pytest.raises(KvxferError) as found:
             await asyncio.wait_for(landing.wait(), 5)
         assert type(found.value) is wanted
@@ -292,7 +292,7 @@ async def test_a_pusher_of_whom_no_daemon_can_tell_is_lost_at_once() -> None:
         await peer.say(tags.LAYER, 1, 0)
         landing._on_posting(PostingEvent(posting="0" * 32, claim=1, what="orphaned"))
         assert landing._error is None
-        a.plane.forget(peer.peer.descriptors[0])
+        a.plane.drop_import(peer.peer.descriptors[0])
         await until(lambda: not landing._attached())
         vanished(landing)
         with pytest.raises(PeerLost):
@@ -400,12 +400,12 @@ async def test_a_pusher_that_dies_right_after_its_commit_has_done_its_part() -> 
         await push.layers()
         claim = push._claim
         assert claim is not None
-        settle, said = a.control.settle_in_background, []
-        a.control.settle_in_background = lambda *what: said.append(what)  # type: ignore[method-assign]
+        settle, said = a.control.report_in_background, []
+        a.control.report_in_background = lambda *what: said.append(what)  # type: ignore[method-assign]
         await push.__aexit__(None, None, None)
         assert said
         await until(lambda: landing._incoming.committed)
-        a.control.settle_in_background = settle  # type: ignore[method-assign]
+        a.control.report_in_background = settle  # type: ignore[method-assign]
         settle(claim, "failed", PeerLost("it died"))
         await pushed(a, b, last)
         await landing.wait()

@@ -57,7 +57,7 @@ async def test_a_consumer_speaks_for_itself_only() -> None:
                 await release(b, peer, number)
             await asyncio.sleep(0.01)
             assert ticket.outcome == "", "one consumer released it for all"
-            b.control.settle_in_background(claim, "done", None)
+            b.control.report_in_background(claim, "done", None)
             for _ in range(2):
                 await b.pull(ticket.to_dict(), sink, TABLE)
             assert await asyncio.wait_for(ticket.wait_released(), 5) == "released"
@@ -69,7 +69,7 @@ async def test_a_consumer_that_fails_leaves_its_place_to_another(end: str) -> No
         source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
         async with a.publish("r", source, TABLE, consumers=2, lease_s=30, retryable=True) as ticket:
             claim, peer = await claimed(b, ticket)
-            b.control.settle_in_background(claim, end, None)
+            b.control.report_in_background(claim, end, None)
             await until(lambda: claim.claim not in ticket._claims)
             await release(b, peer, claim.claim)  # too late: its place is somebody else's
             await b.pull(ticket, sink, TABLE)
@@ -115,9 +115,9 @@ async def test_closing_the_client_ends_a_pull() -> None:
     async with two_nodes(["shm"]) as (a, b):
         source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
         async with a.publish("r", source, TABLE, consumers=2) as ticket:
-            b.plane._reach._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
+            b.plane._connections._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
             pulling = asyncio.ensure_future(b.pull(ticket.to_dict(), sink, TABLE))
-            await until(lambda: b.plane._reach._resolving)
+            await until(lambda: b.plane._connections._resolving)
             await b.aclose()
             with pytest.raises(ClosedError):
                 await asyncio.wait_for(pulling, 5)
@@ -149,9 +149,9 @@ async def test_a_publisher_that_leaves_early_is_told_to_the_consumer() -> None:
         seen: list[int] = []
         with pytest.raises(ZeroDivisionError):
             async with a.publish("r", source, TABLE) as ticket:
-                b.plane._reach._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
+                b.plane._connections._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
                 pulling = asyncio.ensure_future(b.pull(ticket.to_dict(), sink, TABLE, on_layer=seen.append, timeout=20))
-                await until(lambda: b.plane._reach._resolving)
+                await until(lambda: b.plane._connections._resolving)
                 raise ZeroDivisionError
         with pytest.raises((TransferCancelled, kvxfer.TransferError)):
             await pulling
@@ -216,7 +216,7 @@ async def test_the_end_of_the_only_consumer_frees_the_blocks_at_once(end: str) -
         async with a.publish("r", source, TABLE, lease_s=60) as ticket:
             claim, _ = await claimed(b, ticket)
             error, wanted = ENDS[end]
-            b.control.settle_in_background(claim, "cancelled" if error is None else "failed", error)
+            b.control.report_in_background(claim, "cancelled" if error is None else "failed", error)
             assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
             assert isinstance(ticket.error, wanted)
         await until(lambda: a.plane.engine.counters().grants == 0)
@@ -229,19 +229,19 @@ async def test_of_several_consumers_one_that_ends_counts_and_a_later_one_is_wait
         source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
         async with a.publish("r", source, TABLE, consumers=2, lease_s=60) as ticket:
             first, _ = await claimed(b, ticket)
-            b.control.settle_in_background(first, "cancelled", None)
+            b.control.report_in_background(first, "cancelled", None)
             await until(lambda: ticket.error is not None)
             held, peer = await claimed(b, ticket)
             late, _ = await claimed(b, ticket)  # the place that became free
             await release(b, peer, held.claim)
             await until(lambda: held.claim in ticket._released_by)
             assert ticket.outcome == "", "somebody still reads"
-            b.control.settle_in_background(late, "done", None)
+            b.control.report_in_background(late, "done", None)
             assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "released"
         async with a.publish("s", source, TABLE, consumers=2, lease_s=60) as ticket:
             await b.pull(ticket, sink, TABLE)
             claim, _ = await claimed(b, ticket)
-            b.control.settle_in_background(claim, "cancelled", None)
+            b.control.report_in_background(claim, "cancelled", None)
             assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
 
 
@@ -251,10 +251,10 @@ async def test_a_cancelled_pull_releases_by_itself(step: str) -> None:
         source, sink = await make_cache(a, small_geometry(), 8), await make_cache(b, small_geometry(), 8)
         async with a.publish("r", source, TABLE, lease_s=60) as ticket:
             if step == "reading":
-                b.plane._reach._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
+                b.plane._connections._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
             pulling = asyncio.ensure_future(b.pull(ticket.to_dict(), sink, TABLE))
             if step == "reading":
-                await until(lambda: b.plane._reach._resolving)
+                await until(lambda: b.plane._connections._resolving)
             else:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)  # the claim is on its way
@@ -288,7 +288,7 @@ async def test_a_consumer_that_no_daemon_can_tell_of_is_looked_for_on_the_data_p
             ticket._on_posting(PostingEvent(posting=ticket.ticket.posting, claim=claim, what="orphaned"))
             await asyncio.sleep(0.8)
             assert ticket.outcome == "", "it is connected, and may go on"
-            b.plane.forget(peer.descriptors[0])
+            b.plane.drop_import(peer.descriptors[0])
             assert await asyncio.wait_for(ticket.wait_released(), 2 * slack()) == "abandoned"
             assert isinstance(ticket.error, PeerLost)
 

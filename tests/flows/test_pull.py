@@ -211,9 +211,9 @@ async def test_an_end_in_the_middle_is_one_outcome_and_all_are_told(end: str) ->
     async with two_nodes(["shm"]) as (a, b):
         target = await make_cache(b, part(), 8)
         async with published(a, GATHERED["four ranks"], lease_s=60) as tickets:
-            b.plane._reach._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
+            b.plane._connections._resolve_once = lambda *_: asyncio.Event().wait()  # type: ignore[assignment]
             pulling = asyncio.ensure_future(b.pull([ticket.to_dict() for ticket in tickets], target, table(9)))
-            await until(lambda: b.plane._reach._resolving)
+            await until(lambda: b.plane._connections._resolving)
             if end == "source":
                 tickets[1]._end("withdrawn")
                 with pytest.raises(TransferCancelled, match="source 2 of 4"):

@@ -79,12 +79,12 @@ async def test_an_owner_that_does_not_answer_is_waited_for_until_the_deadline(wa
             await asyncio.Event().wait()
 
         if way == "push":
-            a.plane._reach._resolve_once = never  # type: ignore[method-assign]
+            a.plane._connections._resolve_once = never  # type: ignore[method-assign]
             async with b.offer("r", sink, TABLE):
                 with pytest.raises(TransferTimeout):
                     await a.push("r", to=b.addresses, cache=source, table=TABLE, timeout=0.1).__aenter__()
         else:
-            b.plane._reach._resolve_once = never  # type: ignore[method-assign]
+            b.plane._connections._resolve_once = never  # type: ignore[method-assign]
             with pytest.raises(TransferTimeout):
                 async with a.publish("r", source, TABLE) as ticket:
                     await b.pull(ticket, sink, TABLE, timeout=0.1)

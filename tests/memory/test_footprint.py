@@ -10,11 +10,11 @@ import kvxfer
 from kvxfer.errors import OverlapError, TooLarge
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
 from kvxfer.memory import footprint as footprint_module
-from kvxfer.memory.footprint import Footprint, Place, cells_meet, meeting
+from kvxfer.memory.footprint import BaseAddress, Footprint, cells_meet, meeting
 from kvxfer.planner import contiguous_layout
 from tests.memory.test_reservations import bytes_of, draw_layout
 
-PLACES: list[Place] = [(None, 1000), (None, 1000), (2, 1000)]  # the first two are one memory
+PLACES: list[BaseAddress] = [(None, 1000), (None, 1000), (2, 1000)]  # the first two are one memory
 
 
 def draw_crowd(rng: random.Random) -> CacheLayout:

@@ -203,7 +203,7 @@ async def test_flows_leave_nothing_in_their_region() -> None:
             async with client.offer(f"r{number}", cache, table):
                 pass
         assert cache.regions[0]._grants == set()
-        assert cache.regions[0]._lent == {}
+        assert cache.regions[0]._on_released == {}
 
 
 async def test_tables_that_do_not_fit_the_cache_are_refused_at_home() -> None:

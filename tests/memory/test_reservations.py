@@ -15,12 +15,12 @@ import pytest
 
 from kvxfer.errors import OutOfRange, RegionBusy, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout, Geometry, LayerPlacement
-from kvxfer.memory.footprint import Footprint, Place
+from kvxfer.memory.footprint import BaseAddress, Footprint
 from kvxfer.memory.reservations import BlockReservations, Reservation
 from kvxfer.planner import contiguous_layout
 
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
-HOST: Place = (None, 1 << 20)
+HOST: BaseAddress = (None, 1 << 20)
 
 
 def geometry(**changes: object) -> Geometry:
@@ -28,7 +28,7 @@ def geometry(**changes: object) -> Geometry:
     return Geometry(**{**known, **changes})  # type: ignore[arg-type]
 
 
-def dense(blocks: int = 16, place: Place = HOST, **changes: object) -> Footprint:
+def dense(blocks: int = 16, place: BaseAddress = HOST, **changes: object) -> Footprint:
     return Footprint(contiguous_layout(geometry(**changes), blocks)[0], [place])
 
 
@@ -147,7 +147,7 @@ def refused(books: BlockReservations, footprint: Footprint, table: BlockTable) -
 def test_the_same_bytes_in_another_order_are_refused() -> None:
     books, shape = BlockReservations(), geometry()
     layers = [LayerPlacement(region=0, offset=0), LayerPlacement(region=1, offset=0)]
-    places: list[Place] = [(None, 1 << 20), (None, 1 << 21)]
+    places: list[BaseAddress] = [(None, 1 << 20), (None, 1 << 21)]
     first = CacheLayout(geometry=shape, blocks=4, placements=tuple(layers))
     books.acquire([(Footprint(first, places), full([1]))], "offer A")
     assert refused(books, Footprint(first, places[::-1]), full([1]))
@@ -301,7 +301,7 @@ class Worlds:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.books = BlockReservations()
-        self.owners: dict[Place, list[Reservation | None]] = {
+        self.owners: dict[BaseAddress, list[Reservation | None]] = {
             place: [None] * MEMORY_BYTES for place in ((None, 4096), (3, 4096))
         }
         self.caches = [(draw_layout(rng), rng.choice(list(self.owners)))]

@@ -156,7 +156,7 @@ def read_device(table: Table, memory: Any, length: int) -> bytes:
 
 def facts() -> None:
     found = ascend.probe()
-    assert isinstance(found, ascend.AscendFacts), found
+    assert isinstance(found, ascend.AscendInfo), found
     expected = os.environ["EXPECTED_TOOLKIT"]
     assert found.toolkit == expected, found
     assert found.soc == "KVXSim910"

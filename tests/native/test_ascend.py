@@ -73,7 +73,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def facts(**environment: str) -> str:
     kind, text = child(PROBE, **environment).splitlines()
-    assert kind == "AscendFacts", text
+    assert kind == "AscendInfo", text
     return text
 
 
@@ -150,7 +150,7 @@ def loaded_before(library: Path) -> str:
 def test_what_the_process_has_loaded_is_taken(whole: Path, folder: Path) -> None:
     """A framework was first: its ACL is the only one, and HIXL comes from the same directory."""
     kind, text = child(loaded_before(whole / "libacl_rt.so"), ASCEND_HOME_PATH=str(folder.parent)).splitlines()
-    assert kind == "AscendFacts", text
+    assert kind == "AscendInfo", text
     assert f"acl_path='{whole}/libacl_rt.so'" in text
     assert f"hixl_path='{whole}/libcann_hixl.so'" in text
 
@@ -283,7 +283,7 @@ def test_a_forked_child_is_told_to_start_anew(whole: Path) -> None:
     code = """
 import os
 from kvxfer.native import ascend
-assert isinstance(ascend.probe(), ascend.AscendFacts)
+assert isinstance(ascend.probe(), ascend.AscendInfo)
 pid = os.fork()
 if pid == 0:
     found = ascend.probe()

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.doctor.network import ask_status, probe_peers
-from kvxfer.native.ascend import AscendFacts, probe
+from kvxfer.native.ascend import AscendInfo, probe
 from kvxfer.native.engine import MemoryKind
 from kvxfer.native.installed import LIBRARY, installed
 from tests.native.ascend_sim.build import build
@@ -27,7 +27,7 @@ def test_the_library_tells_what_it_is(variant: str, toolkit: str) -> None:
 @simulated(variant="9.0")
 def test_files_and_loading_agree() -> None:
     loaded = probe()
-    assert isinstance(loaded, AscendFacts)
+    assert isinstance(loaded, AscendInfo)
     assert installed()["toolkit"] == loaded.toolkit
 
 

@@ -33,7 +33,7 @@ from kvxfer.errors import (
 )
 from kvxfer.net import link as link_module
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import MESSAGES_PER_TURN, Link, LinkFacts
+from kvxfer.net.link import MESSAGES_PER_TURN, Link, LocalIdentity
 from kvxfer.wire import messages as m
 from kvxfer.wire.codec import Message, encode
 from kvxfer.wire.framing import PREAMBLE, FrameDecoder
@@ -64,8 +64,8 @@ class Side:
             self.inbox.on_message(link, message)
 
     async def dial(self, config: Config | None = None, **options: object) -> Link:
-        facts = LinkFacts(role="peer", node_id="c" * 32, incarnation="d" * 32)
-        return await Link.dial([self.address], facts, config or self.config, **options)  # type: ignore[arg-type]
+        identity = LocalIdentity(role="peer", node_id="c" * 32, incarnation="d" * 32)
+        return await Link.dial([self.address], identity, config or self.config, **options)  # type: ignore[arg-type]
 
 
 def known(secret: bytes) -> Credentials:
@@ -84,7 +84,7 @@ async def start(config: Config, *, secret: bytes = b"", links_max: int = 8) -> S
 
     acceptor = Acceptor(
         config,
-        LinkFacts(role="peer", node_id=NODE, incarnation=INCARNATION),
+        LocalIdentity(role="peer", node_id=NODE, incarnation=INCARNATION),
         roles=("peer",),
         links_max=links_max,
         on_ready=on_ready,
@@ -351,7 +351,7 @@ async def stranger(
 
 
 async def dial(address: str, **options: object) -> Link:
-    return await Link.dial([address], LinkFacts(role="tool"), small(**fast()), **options)  # type: ignore[arg-type]
+    return await Link.dial([address], LocalIdentity(role="tool"), small(**fast()), **options)  # type: ignore[arg-type]
 
 
 async def test_http_server_is_not_kvxfer() -> None:
@@ -378,8 +378,8 @@ async def test_silent_impostor_costs_the_handshake_limit_only() -> None:
 
 async def test_good_candidate_behind_a_silent_one(side: Side) -> None:
     async with stranger(b"", close=False) as silent:
-        facts = LinkFacts(role="peer", node_id="c" * 32, incarnation="d" * 32)
-        link = await Link.dial([silent, side.address], facts, side.config)
+        identity = LocalIdentity(role="peer", node_id="c" * 32, incarnation="d" * 32)
+        link = await Link.dial([silent, side.address], identity, side.config)
         assert link.peer.node_id == NODE
         await link.aclose("done")
 
@@ -446,14 +446,14 @@ async def test_a_daemon_that_hangs_up_is_not_missing(tmp_path) -> None:
 
     async with await asyncio.start_unix_server(hang_up, path):
         with pytest.raises(DaemonUnavailable) as caught:
-            await Link.dial_unix(path, LinkFacts(role="worker"), small())
+            await Link.dial_unix(path, LocalIdentity(role="worker"), small())
     assert "kvxfer serve" not in str(caught.value)
     assert "its log says whom it refused" in str(caught.value)
 
 
 async def test_missing_daemon_says_what_to_do(tmp_path) -> None:
     with pytest.raises(DaemonUnavailable, match="kvxfer serve") as caught:
-        await Link.dial_unix(str(tmp_path / "none.sock"), LinkFacts(role="worker"), small())
+        await Link.dial_unix(str(tmp_path / "none.sock"), LocalIdentity(role="worker"), small())
     assert "No such file" in str(caught.value)
 
 
@@ -465,7 +465,7 @@ async def test_kernel_says_who_is_at_the_other_end(tmp_path) -> None:
     ready: list[Link] = []
     acceptor = Acceptor(
         small(),
-        LinkFacts(role="peer", node_id=NODE, incarnation=INCARNATION),
+        LocalIdentity(role="peer", node_id=NODE, incarnation=INCARNATION),
         roles=("worker",),
         links_max=4,
         on_ready=ready.append,
@@ -473,7 +473,7 @@ async def test_kernel_says_who_is_at_the_other_end(tmp_path) -> None:
         same_user=True,
     )
     await acceptor.start(listener)
-    link = await Link.dial_unix(path, LinkFacts(role="worker", name="w", engine_id="e" * 32), small())
+    link = await Link.dial_unix(path, LocalIdentity(role="worker", name="w", engine_id="e" * 32), small())
     assert (ready[0].pid, ready[0].uid) == (os.getpid(), os.getuid())
     assert ready[0].peer.engine_id == "e" * 32
     assert ready[0].name == f"w (pid {os.getpid()})"

@@ -15,7 +15,7 @@ from kvxfer.addresses import parse_address
 from kvxfer.config import Config
 from kvxfer.errors import AuthenticationError, ClosedError, KvxferError, PeerDraining, PeerLost, PeerUnreachable
 from kvxfer.net.credentials import Credentials
-from kvxfer.net.link import Link, LinkFacts
+from kvxfer.net.link import Link, LocalIdentity
 from kvxfer.server import Server
 from kvxfer.tasks import Deadline
 from kvxfer.wire import messages as m
@@ -45,8 +45,8 @@ async def pair(files: tuple[Files, Files], **changes: object) -> AsyncIterator[t
 async def dial(server: Server, files: Files, node_id: str, **changes: str) -> Link:
     """As a node that says it is ``node_id``, with a certificate that may be another's."""
     known = Credentials(Config.embedded(**files.options(), **changes))
-    facts = LinkFacts(role="peer", node_id=node_id, incarnation="1d" * 16)
-    return await Link.dial(server.addresses, facts, server.config, credentials=known)
+    identity = LocalIdentity(role="peer", node_id=node_id, incarnation="1d" * 16)
+    return await Link.dial(server.addresses, identity, server.config, credentials=known)
 
 
 async def test_requests_and_large_messages_pass(files: tuple[Files, Files]) -> None:
@@ -90,7 +90,7 @@ async def test_a_node_cannot_call_itself_another(files: tuple[Files, Files]) -> 
 
 async def test_an_address_is_no_identity(files: tuple[Files, Files]) -> None:
     async with pair(files) as (_, there):
-        there.peers._facts = LinkFacts(role="peer", node_id=C, incarnation="1d" * 16)
+        there.peers._identity = LocalIdentity(role="peer", node_id=C, incarnation="1d" * 16)
         with pytest.raises(AuthenticationError, match="certificate is for another"):
             await dial(there, files[0], A)
 
@@ -110,9 +110,9 @@ async def test_other_hosts_may_be_served_with_a_certificate(files: tuple[Files, 
 
 async def test_both_sides_are_told_when_only_one_has_tls(files: tuple[Files, Files]) -> None:
     async with node(**files[0].options()) as secure, node() as plain:
-        facts = LinkFacts(role="peer", node_id=C, incarnation="1d" * 16)
+        identity = LocalIdentity(role="peer", node_id=C, incarnation="1d" * 16)
         with pytest.raises(AuthenticationError, match="takes TLS only") as caught:
-            await Link.dial(secure.addresses, facts, plain.config)
+            await Link.dial(secure.addresses, identity, plain.config)
         assert "tls_cert" in str(caught.value.hint)
         with pytest.raises(PeerUnreachable, match="has it a tls_cert"):
             await dial(plain, files[0], A)
@@ -165,10 +165,10 @@ async def test_a_handshake_that_does_not_go_on_is_ended_in_time(files: tuple[Fil
 
 async def test_a_silent_acceptor_is_given_up(files: tuple[Files, Files]) -> None:
     known = Credentials(Config.embedded(**files[0].options()))
-    facts = LinkFacts(role="peer", node_id=A, incarnation="1d" * 16)
+    identity = LocalIdentity(role="peer", node_id=A, incarnation="1d" * 16)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerUnreachable, match="took too long"):
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        await Link.dial([address], facts, Config.embedded(**fast()), credentials=known, timeout=5)
+        await Link.dial([address], identity, Config.embedded(**fast()), credentials=known, timeout=5)
 
 
 async def test_new_links_use_the_new_certificate_and_old_ones_stay(authority: Authority, tmp_path: Path) -> None:

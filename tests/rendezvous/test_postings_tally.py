@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from kvxfer.rendezvous.postings import BUCKETS_S, Tally
+from kvxfer.rendezvous.postings import BUCKETS_S, ClaimStatistics
 from kvxfer.wire import messages as m
 from tests.daemon.test_metrics import parse, scrape, value
 from tests.nodes import Worker, node, until, worker
 
 
 def test_durations_fall_into_their_buckets_once() -> None:
-    tally = Tally()
+    tally = ClaimStatistics()
     for seconds in (0.0, BUCKETS_S[0], 0.002, BUCKETS_S[-1], 1e9):
         tally.add("offer", "done", seconds)
     found = tally.durations["offer"]
@@ -32,7 +32,7 @@ def test_durations_fall_into_their_buckets_once() -> None:
     ],
 )
 def test_reasons_are_few(reason: str, counted: str) -> None:
-    tally = Tally()
+    tally = ClaimStatistics()
     tally.add("ticket", reason, 1.0)
     assert dict(tally.ended) == {("ticket", counted): 1}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.rendezvous.shares import SHARE, Shares, is_greedy
+from kvxfer.rendezvous.shares import SHARE, FairShares, exceeds_fair_share
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9, 10, 100, 1000])
 def test_one_alone_gets_nearly_everything_and_always_something(limit: int) -> None:
-    shares = Shares(limit)
+    shares = FairShares(limit)
     while shares.room("a"):
         shares.take("a")
     assert limit - limit // SHARE <= shares.total + 1 <= limit + 1
@@ -20,7 +20,7 @@ def test_one_alone_gets_nearly_everything_and_always_something(limit: int) -> No
 
 
 def test_many_share_what_there_is() -> None:
-    shares = Shares(900)
+    shares = FairShares(900)
     for _ in range(900):
         for who in range(100):
             if shares.room(who):
@@ -30,17 +30,17 @@ def test_many_share_what_there_is() -> None:
 
 
 def test_large_amounts_leave_room_behind_them() -> None:
-    shares = Shares(256)
+    shares = FairShares(256)
     shares.take("a", 128)
     assert not shares.room("a", 128), "nothing would be left for others"
     assert shares.room("a", 90)
     assert shares.room("b", 128)
-    assert Shares(256).room("a", 256), "whoever holds nothing is never greedy"
-    assert not Shares(256).room("a", 257)
+    assert FairShares(256).room("a", 256), "whoever holds nothing is never greedy"
+    assert not FairShares(256).room("a", 257)
 
 
 def test_what_is_given_back_is_free() -> None:
-    shares = Shares(10)
+    shares = FairShares(10)
     shares.take("a", 3)
     shares.take("b", 2)
     assert shares.others("a")
@@ -58,6 +58,6 @@ def test_what_is_given_back_is_free() -> None:
 
 
 def test_greedy_is_who_holds_more_than_a_multiple_of_what_is_free() -> None:
-    assert not is_greedy(0, 100, 100)
-    assert is_greedy(9, 99, 100)
-    assert not is_greedy(8, 99, 100)
+    assert not exceeds_fair_share(0, 100, 100)
+    assert exceeds_fair_share(9, 99, 100)
+    assert not exceeds_fair_share(8, 99, 100)

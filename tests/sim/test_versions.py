@@ -93,8 +93,8 @@ def claims_of(world: World, routes: dict[Any, Any], settling: set[Any]) -> Any:
         return SimpleNamespace(ready=True, server=server, process=SimpleNamespace(name=name, speech=PRESENT))
 
     known = RemoteClaims()
-    for route in routes:
-        known.add(Party("w", "worker"), "n", route)
+    for connection in routes:
+        known.add(Party("w", "worker"), "n", connection)
     owner = daemon("near", registry=SimpleNamespace(_book=book, _routes=RemoteClaims()))
     claimant = daemon("far", registry=SimpleNamespace(_book=SimpleNamespace(_postings={}), _routes=known))
     world.daemons = {"near": owner, "far": claimant}

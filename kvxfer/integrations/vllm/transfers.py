@@ -44,7 +44,7 @@ logger = logging.getLogger("vllm.kvxfer")
 
 PAGE = 4096
 EARLY_MAX = 4096  # requests of which others speak before the order about them is here
-QUIET_S = 0.02  # between two looks at blocks into which a transfer that failed may still write
+PROBE_AFTER_S = 0.02  # between two looks at blocks into which a transfer that failed may still write
 MAIL_S = 5.0
 
 
@@ -381,13 +381,13 @@ class Transfers:
         """The engine may use the blocks for something else as soon as it hears of the failure."""
         if self._client.closed:
             return
-        if not all(self._is_quiet(cache, table) for _, cache, table in parts):
-            asyncio.get_running_loop().call_later(QUIET_S, self._report_when_quiet, request_id, parts)
+        if not all(self._needs_probe(cache, table) for _, cache, table in parts):
+            asyncio.get_running_loop().call_later(PROBE_AFTER_S, self._report_when_quiet, request_id, parts)
             return
         blocks = {int(block) for _, _, table in parts for block in table.blocks}
         self._results.received(request_id, failed=True, blocks=blocks)
 
-    def _is_quiet(self, cache: KVCache, table: BlockTable) -> bool:
+    def _needs_probe(self, cache: KVCache, table: BlockTable) -> bool:
         try:
             taken = self._client.reservations.acquire([(cache.footprint, table)], "a look")
         except RegionBusy:

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.kvxfer")
 START_S = 10.0  # how long the engine waits at its start for the daemon
 RETRY_S = 0.5
 STOP_S = 10.0
-QUIET_S = 30.0
+PROBE_AFTER_S = 30.0
 
 
 class Worker:
@@ -182,7 +182,7 @@ class Worker:
     def _wait(self, work: Any) -> None:
         assert self._loop is not None
         waiting: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        waiting.result(QUIET_S)
+        waiting.result(PROBE_AFTER_S)
 
 
 def channel_of(engine_id: str, rank: int) -> str:

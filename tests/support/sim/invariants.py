@@ -191,7 +191,7 @@ class Oracle:
             return
         name = worker.process.name
         plane: Any = client.plane
-        for what in (plane._line, client.reservations):
+        for what in (plane._queue, client.reservations):
             try:
                 what.check()
             except AssertionError as broken:
@@ -258,11 +258,11 @@ class Oracle:
                 "flows": len(client._flows),
                 "pinned blocks": client.reservations.pinned_blocks,
                 "quarantined blocks": client.reservations.quarantined_blocks,
-                "operations in flight": client.plane._line.admission.inflight_ops,
-                "bytes in flight": client.plane._line.admission.inflight_bytes,
+                "operations in flight": client.plane._queue.admission.inflight_ops,
+                "bytes in flight": client.plane._queue.admission.inflight_bytes,
                 "transfers": len(client.plane._by_region) + len(client.plane._workers),
                 "regions on their way out": len(client.plane.memory._leaving),
-                "parts that wait": len(client.plane._line),
+                "parts that wait": len(client.plane._queue),
                 "engine operations": len(engine.ops),
                 "grants": len(engine.grants),
                 "postings": len(control._postings),

@@ -13,11 +13,11 @@ from typing import Any
 from kvxfer.client import Client
 from kvxfer.daemon.landing import StagingPool
 from kvxfer.daemon.pool import Pool
-from kvxfer.daemon.settling import Confirmations, Settlements
+from kvxfer.daemon.settling import CompletionOutbox, Confirmations
 from kvxfer.dataplane import connections as reach_module
 from kvxfer.dataplane.admission import Admission, SubmitQueue
 from kvxfer.dataplane.transfer import Transfer
-from kvxfer.flows.control import Untold
+from kvxfer.flows.control import Outbox
 from kvxfer.flows.incoming import Incoming
 from kvxfer.flows.offer import Landing
 from kvxfer.rendezvous import book as book_module
@@ -54,21 +54,21 @@ def _generation_not_compared() -> list[Change]:
     def key_of(found: Any) -> Any:
         return (found.engine_id, found.grant, 0, found.length, found.access, b"")
 
-    def need_key_of(found: Any, number: int) -> Any:
+    def selection_key_of(found: Any, number: int) -> Any:
         return (*key_of(found), number)
 
-    return [(reach_module, "key_of", key_of), (reach_module, "need_key_of", need_key_of)]
+    return [(reach_module, "key_of", key_of), (reach_module, "selection_key_of", selection_key_of)]
 
 
 def _permit_returned_twice() -> list[Change]:
     """The end of an operation gives its place back two times."""
     done = Admission.done
 
-    def twice(admission: Any, permit: Any) -> Any:
-        state = admission._peers[permit.peer]
+    def twice(admission: Any, slot: Any) -> Any:
+        state = admission._peers[slot.peer]
         state.ops -= 1
-        state.bytes -= permit.bytes
-        return done(admission, permit)
+        state.bytes -= slot.bytes
+        return done(admission, slot)
 
     return [(Admission, "done", twice)]
 
@@ -77,16 +77,16 @@ def _running_permit_given_up() -> list[Change]:
     """Who leaves the line although it was let in already gives nothing back."""
 
     def leave(line: Any, work: Any) -> bool:
-        permit = work.permit
+        slot = work.slot
         if work not in line.everybody():
             return False
-        if permit in line._queued:
-            del line._queued[permit]
-            line._started(line.admission.abandon(permit))
+        if slot in line._queued:
+            del line._queued[slot]
+            line._started(line.admission.abandon(slot))
         line.going.pop(work, None)
-        line.no_room.pop(work, None)
+        line.engine_full.pop(work, None)
         line._forget(work)
-        work.permit = None
+        work.slot = None
         return True
 
     return [(SubmitQueue, "leave", leave)]
@@ -200,10 +200,10 @@ def _stale_incarnation() -> list[Change]:
         back = list(book._orphans.get(party.node_id, {}).values())
         for claim in back:
             book._forget_orphan(claim)
-        book.hand_over(back, party)
+        book.reassign(back, party)
         return []
 
-    return [(Book, "adopt_orphans", adopt)]
+    return [(Book, "reconcile_orphans", adopt)]
 
 
 def _secret_not_compared() -> list[Change]:
@@ -287,7 +287,7 @@ def _newest_version_taken() -> list[Change]:
 
 def _settlement_said_once() -> list[Change]:
     """A settlement that found nobody is not said again."""
-    return [(Settlements, "keep", lambda *_: None)]
+    return [(CompletionOutbox, "keep", lambda *_: None)]
 
 
 def _lost_grant_kept() -> list[Change]:
@@ -306,7 +306,7 @@ def _grant_denied_too_early() -> list[Change]:
 
 def _settlement_forgotten() -> list[Change]:
     """A worker forgets a settlement as soon as it has told its daemon."""
-    return [(Untold, "said", lambda *_: None)]
+    return [(Outbox, "add", lambda *_: None)]
 
 
 def _given_up_grant_kept() -> list[Change]:
@@ -321,7 +321,7 @@ def _given_up_grant_kept() -> list[Change]:
 
 def _given_up_landing_made() -> list[Change]:
     """Who gives up a landing while its memory is allocated gets it all the same."""
-    return [(StagingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
+    return [(StagingPool, "give_up", lambda pool, link, request: pool._queue.give_up(link, request))]
 
 
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {

@@ -25,7 +25,7 @@ from tests.support.sim.versions import Speech
 from tests.support.sim.work import SLACK_S, TIMEOUT_S, Work
 from tests.support.sim.world import Daemon, Worker, World
 
-QUIET_S = 12.0  # longer than any time-to-live or limit of the simulated configuration, but for long leases
+PROBE_AFTER_S = 12.0  # longer than any time-to-live or limit of the simulated configuration, but for long leases
 UP_S, DOWN_S = 30.0, 20.0
 BURY_ROUNDS = 100
 
@@ -153,10 +153,10 @@ class Simulation:
             world.oracle.wrong("stuck", f"{part.flow.kind} {part.flow.name} {part.role} never ended")
 
     async def _quiet(self) -> None:
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(PROBE_AFTER_S)
         liveness.settled_claims(self.world)
         self.world.grants.check()
-        await asyncio.sleep(max(0.0, self.world.lease_s + SLACK_S - QUIET_S))
+        await asyncio.sleep(max(0.0, self.world.lease_s + SLACK_S - PROBE_AFTER_S))
         self.world.oracle.settled()
         liveness.nobody_else(self.world)
         await liveness.everybody_is_reached(self.world)

@@ -150,7 +150,7 @@ class Worker(Side):
             transfer = self.client.put(span, descriptor, timeout=flow.limit_s, visible=True, notify=flow.seed)
             state = await self._ended(flow, transfer, "a")
         finally:
-            self.client.plane.forget(descriptor)
+            self.client.plane.drop_import(descriptor)
         await self._tell(f"{flow.name}-o", {"state": state})
         if transfer.error is not None:
             raise transfer.error
@@ -207,7 +207,7 @@ class Worker(Side):
             else:
                 await self._stays(flow, mine)
         finally:
-            self.client.plane.forget(descriptor)
+            self.client.plane.drop_import(descriptor)
             self.spans.give(taken)
         await self._tell(f"{flow.name}-o", {"state": transfer.state})
         if transfer.error is not None:
