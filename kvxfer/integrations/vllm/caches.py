@@ -17,6 +17,7 @@ from kvxfer.memory.region import KVCache
 
 if TYPE_CHECKING:
     from kvxfer.client import Client
+    from kvxfer.integrations.torch import Home
 
 TUPLE_AXES = "BNHD"  # of each tensor of a layer of vllm-ascend: blocks, tokens, heads, elements
 
@@ -40,51 +41,58 @@ class Part:
         return self.described.table(found.blocks, found.tokens, found.first, first_slot=found.slot)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """All caches of a worker: their tensors, what these mean, and the groups of layers that are moved, in order."""
+    """All caches of a worker: their tensors, and the groups of layers that are moved, as tables of orders have them."""
 
-    tensors: Mapping[str, Any]
-    found: TensorCaches
-    groups: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tensors: Mapping[str, Any],
         kv_cache_config: Any,
         groups: tuple[int, ...],
         *,
         backend: Mapping[str, str],
         **more: Any,
-    ) -> Caches:
-        """Of what `register_kv_caches` is given. Raises `UsageError` for what is not known."""
+    ) -> None:
+        """Of what `register_kv_caches` is given; ``more`` as `kvxfer.integrations.engines.groups_of` takes it. Raises
+        `UsageError` for what is not known.
+        """
+        self._tensors = tensors
+        self._config = kv_cache_config
+        self._groups = groups
+        self._backend = backend
+        self._more = more
+        self._home: Home | None = None  # keeps the memory that the tensors moved into
+        self.describe()
+
+    def describe(self) -> TensorCaches:
+        """Where everything lies now. Not kept: its storages would hold memory that the tensors have left."""
         from kvxfer.integrations.torch import cache_of
 
-        if any(isinstance(found, tuple | list) for found in tensors.values()):
-            named = tuple(
-                LayerGroup(
-                    names=tuple(group.layer_names) if index in groups else (),
-                    axes=TUPLE_AXES,
-                    block_tokens=group.kv_cache_spec.block_size,
-                    **more,
-                )
-                for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if not any(isinstance(found, tuple | list) for found in self._tensors.values()):
+            return cache_of(self._tensors, kv_cache_config=self._config, backend=self._backend, **self._more)
+        named = tuple(
+            LayerGroup(
+                names=tuple(group.layer_names) if index in self._groups else (),
+                axes=TUPLE_AXES,
+                block_tokens=group.kv_cache_spec.block_size,
+                **self._more,
             )
-            found = cache_of(tensors, groups=named)
-        else:
-            found = cache_of(tensors, kv_cache_config=kv_cache_config, backend=backend, **more)
-        return cls(tensors=tensors, found=found, groups=groups)
+            for index, group in enumerate(self._config.kv_cache_groups)
+        )
+        return cache_of(self._tensors, groups=named)
 
     async def open(self, client: Client, *, own_memory: bool) -> tuple[Part, ...]:
         """Make them reachable through this client; with ``own_memory``, move them into memory of it before."""
         if own_memory:
             from kvxfer.integrations.torch import rehome
 
-            regions = (await rehome(client, self.tensors)).regions
+            self._home = await rehome(client, self._tensors)
+            regions = self._home.regions
+            found = self.describe()
         else:
-            regions = await client.register_many(self.found.storages)
+            found = self.describe()
+            regions = await client.register_many(found.storages)
         return tuple(
-            Part(cache=cache, described=described, order=self.groups.index(described.group))
-            for cache, described in zip(self.found.bind(regions), self.found.caches, strict=True)
+            Part(cache=cache, described=described, order=self._groups.index(described.group))
+            for cache, described in zip(found.bind(regions), found.caches, strict=True)
         )

@@ -164,7 +164,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         parallel = self._vllm_config.parallel_config
-        caches = Caches.of(
+        caches = Caches(
             kv_caches,
             self._kv_cache_config,
             self._groups,

@@ -445,7 +445,7 @@ class Transfers:
                 raise UsageError("too many requests that are not known here", limit=EARLY_MAX)
             asyncio.get_running_loop().call_later(self._settings.timeout_s, self._forget_early, self._about(request_id))
         kept = self._about(request_id)
-        _ANSWERS.get(said.get("do"), Transfers._unknown)(self, request_id, kept, said)
+        _ANSWERS.get(str(said.get("do")), Transfers._unknown)(self, request_id, kept, said)
 
     def _forget_early(self, kept: Kept) -> None:
         """Somebody spoke of a request that never came."""
@@ -507,7 +507,7 @@ def _tokens(tables: Sequence[Table]) -> int:
     return max((table.tokens for table in tables), default=0)
 
 
-_ANSWERS: dict[object, Callable[[Transfers, str, Kept, dict[str, Any]], None]] = {
+_ANSWERS: dict[str, Callable[[Transfers, str, Kept, dict[str, Any]], None]] = {
     "tickets": Transfers._asked,
     "offers": Transfers._offered,
     "drop": Transfers._dropped,
