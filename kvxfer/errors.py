@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+NO_PORTS_HINT = "end what holds so many connections or listeners, or widen net.ipv4.ip_local_port_range"
+
 Field = str | int | float | bool | None
 
 

@@ -6,6 +6,7 @@ that is newer than this file still raises something that callers can handle.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Mapping
@@ -198,6 +199,8 @@ def error_for(
     elif sys_errno:
         fields["errno"] = sys_errno
         message = f"{message}: {os.strerror(sys_errno)}"
+    if sys_errno == errno.EADDRNOTAVAIL:  # of a dialler: every local port towards that address is in use
+        hint = errors.NO_PORTS_HINT
     if what:
         message = f"{what}: {message}"
     return kind(

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 from kvxfer.addresses import Address, is_numeric, parse_address
 from kvxfer.errors import (
+    NO_PORTS_HINT,
     AuthenticationError,
     BusyError,
     IdentityMismatch,
@@ -28,7 +29,6 @@ from kvxfer.errors import (
     ResourceExhausted,
     UsageError,
 )
-from kvxfer.net.listeners import NO_PORTS_HINT
 from kvxfer.tasks import TaskOwner
 
 # -- try several ways to the same end, staggered, and keep the first that works ----------------------------------------

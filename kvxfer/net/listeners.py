@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvxfer.addresses import Address, is_loopback, is_numeric, parse_address
-from kvxfer.errors import ConfigError
+from kvxfer.errors import NO_PORTS_HINT, ConfigError
 from kvxfer.net.forks import own
 
 BACKLOG = 512
 LOCK_NAME = "kvxferd.lock"
 LISTENS = "0A"  # in /proc/net/tcp
-NO_PORTS_HINT = "end what holds so many connections or listeners, or widen net.ipv4.ip_local_port_range"
 PROBE_S = 0.5  # a live daemon's socket accepts at once
 _peer_credentials = struct.Struct("3i")
 

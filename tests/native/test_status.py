@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_errors_carry_what_is_known(status: StatusCode) -> None:
     assert error.fields == {"length": 9, "errno": 2}
     assert "testing: " in str(error)
     assert "No such file" in str(error)
+
+
+def test_who_has_no_local_port_left_is_told_what_to_do() -> None:
+    error = error_for(StatusCode.UNREACHABLE, sys_errno=errno.EADDRNOTAVAIL)
+    assert "ip_local_port_range" in str(error.hint)
+    assert error_for(StatusCode.UNREACHABLE, sys_errno=errno.ECONNREFUSED).hint != error.hint
 
 
 @pytest.mark.parametrize(("unknown", "base"), [(99, 0), (199, 1), (299, 2), (399, 3)])

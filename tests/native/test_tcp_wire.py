@@ -48,8 +48,18 @@ async def test_put_get_and_notify() -> None:
         speaker.send(one.frame(Type.PUT, (0, 1), payload=b"x", flags=kvxd.F_NOTIFY, tag=8), one.key)
         assert (await speaker.frame(one.key)).status == 0
         assert (await one.event(EventKind.NOTIFY)).tag == 8
-        speaker.send(one.frame(Type.DETACH), one.key)
+        speaker.send(one.frame(Type.DETACH, op=0), one.key)
         await eventually(lambda: one.engine.attached(one.grant.id) == 0)
+        speaker.send(one.frame(Type.ATTACH), one.key)
+        assert (await speaker.frame(one.key)).status == 0, "the connection goes on"
+
+
+async def test_a_detach_that_names_an_operation_ends_the_connection() -> None:
+    async with owner() as one, await attached(one) as speaker:
+        speaker.send(one.frame(Type.DETACH, op=1), one.key)
+        assert await speaker.closed() == b""
+        await eventually(lambda: one.engine.attached(one.grant.id) == 0)
+        assert one.count("protocol_errors") == 1
 
 
 async def test_byte_by_byte_is_the_same() -> None:

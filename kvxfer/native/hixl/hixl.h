@@ -183,7 +183,7 @@ struct hixl_xfer {
     uint64_t left;
     uint32_t live;              /* batches under way */
     bool running;               /* in the run queue */
-    bool doubtful;              /* a batch of it failed: it may still move until the disconnect has returned */
+    bool in_doubt;              /* a batch of it failed: it may still move until the disconnect has returned */
     uint64_t bytes;             /* moved */
     int status, segment_failed; /* -1: not known */
     uint32_t raw;               /* the library's status behind ours; 0 = none */
@@ -345,6 +345,7 @@ bool kvx_hixl_inside(const struct sockaddr_storage *address);
 uint32_t kvx_hixl_free_port(const hixl_transport *hixl);
 hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd);
 void kvx_hixl_conn_free(hixl_conn *conn);
+void kvx_hixl_conn_become(hixl_conn *conn, hixl_conn_state next); /* by the table of transitions */
 bool kvx_hixl_conn_watch(hixl_conn *conn, bool dialling);
 /* Seals and queues. Never fails: a connection that cannot send breaks, and ends on the side thread. */
 void kvx_hixl_send(hixl_conn *conn, const kvx_frame *frame, const uint8_t *key, const void *units);

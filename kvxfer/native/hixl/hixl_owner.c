@@ -395,7 +395,7 @@ void kvx_hixl_owner_hang_up(hixl_conn *conn) {
         (void)shutdown(conn->fd, SHUT_WR);
     }
     if (may_move) { /* it sees our end, stops, and closes its own */
-        conn->state = HIXL_LINGERING;
+        kvx_hixl_conn_become(conn, HIXL_LINGERING);
         conn->held = conn->stopped = conn->want_out = false;
         conn->tx_begin = conn->tx_end = 0;
         conn->broken = true;
@@ -427,7 +427,7 @@ void kvx_hixl_owner_end(hixl_conn *conn, bool proof) {
         return;
     }
     pthread_mutex_lock(&hixl->lock);
-    conn->state = HIXL_DEAD;
+    kvx_hixl_conn_become(conn, HIXL_DEAD);
     kvx_newcomers_remove(&hixl->line, &conn->newcomer);
     if (conn->counted) {
         hixl->accepted--;

@@ -129,7 +129,7 @@ void kvx_hixl_peer_end(hixl_conn *conn, int status, int sys_errno) {
         return;
     }
     pthread_mutex_lock(&hixl->lock);
-    conn->state = HIXL_DEAD;
+    kvx_hixl_conn_become(conn, HIXL_DEAD);
     conn->deadline_ms = 0;
     peer->lost = true;
     peer->status = status;
@@ -157,7 +157,9 @@ static void hixl_peer_conn_drop(hixl_peer *peer, bool bye) {
             kvx_frame frame = {.type = KVX_FRAME_BYE};
             kvx_hixl_send(conn, &frame, NULL, NULL);
         }
-        conn->state = HIXL_DEAD;
+        if (conn->state != HIXL_DEAD) {
+            kvx_hixl_conn_become(conn, HIXL_DEAD);
+        }
         kvx_hixl_conn_close(conn);
         conn->grave_next = hixl->graveyard;
         hixl->graveyard = conn;

@@ -145,6 +145,20 @@ static void hixl_side_socket_tune(int fd) {
 
 /* -- life --------------------------------------------------------------------------------------------------------- */
 
+/* Which states may follow which. */
+static const uint8_t transitions[] = {
+    [HIXL_DIALLING] = 1 << HIXL_GREETING | 1 << HIXL_DEAD,
+    [HIXL_GREETING] = 1 << HIXL_OPEN | 1 << HIXL_LINGERING | 1 << HIXL_DEAD,
+    [HIXL_OPEN] = 1 << HIXL_LINGERING | 1 << HIXL_DEAD,
+    [HIXL_LINGERING] = 1 << HIXL_DEAD,
+    [HIXL_DEAD] = 0,
+};
+
+void kvx_hixl_conn_become(hixl_conn *conn, hixl_conn_state next) {
+    KVX_ASSERT(transitions[conn->state] & 1 << next);
+    conn->state = next;
+}
+
 hixl_conn *kvx_hixl_conn_new(hixl_transport *hixl, uint32_t role, int fd) {
     hixl_conn *conn = kvx_vault_take(sizeof *conn);
     if (conn == NULL) {
@@ -343,7 +357,7 @@ static void hixl_side_on_dialler_hello(hixl_conn *conn) {
         kvx_hixl_owner_end(conn, true);
         return;
     }
-    conn->state = HIXL_OPEN;
+    kvx_hixl_conn_become(conn, HIXL_OPEN);
     hixl_side_send_hello(conn, KVX_OK);
 }
 
@@ -357,7 +371,7 @@ static void hixl_side_on_hello(hixl_conn *conn) {
     } else if (theirs->status != KVX_OK) {
         kvx_hixl_peer_end(conn, theirs->status == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_REFUSED, 0);
     } else {
-        conn->state = HIXL_OPEN;
+        kvx_hixl_conn_become(conn, HIXL_OPEN);
         conn->deadline_ms = 0;
         kvx_hixl_peer_open(conn);
     }
@@ -372,7 +386,7 @@ static void hixl_side_on_connected(hixl_conn *conn) {
         kvx_hixl_peer_end(conn, KVX_E_UNREACHABLE, error);
         return;
     }
-    conn->state = HIXL_GREETING;
+    kvx_hixl_conn_become(conn, HIXL_GREETING);
     hixl_side_send_hello(conn, KVX_OK);
 }
 

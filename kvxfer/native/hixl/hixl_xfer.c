@@ -89,7 +89,7 @@ static void hixl_xfer_update(hixl_xfer *xfer) {
         xfer->left = 0;
         kvx_hixl_run_remove(xfer->link, xfer);
     }
-    if (xfer->left == 0 && xfer->live == 0 && !xfer->doubtful) {
+    if (xfer->left == 0 && xfer->live == 0 && !xfer->in_doubt) {
         hixl_xfer_finish(xfer);
     }
 }
@@ -97,7 +97,7 @@ static void hixl_xfer_update(hixl_xfer *xfer) {
 void kvx_hixl_xfer_refuse(hixl_link *link, int status) {
     for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
-        if (xfer->live == 0 && !xfer->doubtful) {
+        if (xfer->live == 0 && !xfer->in_doubt) {
             hixl_xfer_fail(xfer, status, -1);
             xfer->raw = xfer->status == status ? link->raw : xfer->raw;
             hixl_xfer_update(xfer);
@@ -137,7 +137,7 @@ static void hixl_xfer_batch_end(hixl_link *link, hixl_batch *batch, hixl_batch *
         kvx_op_moved(xfer->op, batch->bytes);
     } else {
         hixl_xfer_fail(xfer, hixl_xfer_op_status(status), (int)batch->segment);
-        xfer->doubtful |= !certain;
+        xfer->in_doubt |= !certain;
     }
     free(batch);
 }
@@ -154,7 +154,7 @@ void kvx_hixl_xfer_settle(hixl_link *link) {
     }
     for (hixl_xfer *xfer = link->first, *next; xfer != NULL; xfer = next) {
         next = xfer->next;
-        xfer->doubtful = false;
+        xfer->in_doubt = false;
         hixl_xfer_update(xfer);
     }
 }
@@ -277,7 +277,7 @@ static int hixl_xfer_submit_batch(hixl_link *link, hixl_xfer *xfer, bool *broken
         bool harmless = status == KVX_AGAIN || (link->route == HIXL_BY_NETWORK && status < KVX_E_CANCELLED);
         *broken_p = !harmless;
         link->raw = raw;
-        xfer->doubtful |= !harmless;
+        xfer->in_doubt |= !harmless;
         return status;
     }
     xfer->segment = made.segment;
@@ -360,7 +360,7 @@ static void hixl_xfer_drop_cancelled(hixl_link *link, uint64_t now_ms) {
         if (xfer->left > 0) { /* otherwise it may still end well */
             hixl_xfer_fail(xfer, why, -1);
         }
-        if (xfer->live == 0 || xfer->doubtful) {
+        if (xfer->live == 0 || xfer->in_doubt) {
             hixl_xfer_update(xfer);
             continue;
         }
@@ -607,7 +607,7 @@ void kvx_hixl_xfers_close(hixl_device *device) {
         }
         while (link->first != NULL) {
             hixl_xfer *xfer = link->first;
-            xfer->doubtful = false;
+            xfer->in_doubt = false;
             xfer->status = KVX_E_CLOSED;
             KVX_ASSERT(xfer->live == 0); /* otherwise this would never end */
             hixl_xfer_update(xfer);

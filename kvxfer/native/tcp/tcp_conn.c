@@ -18,6 +18,21 @@
 
 #define RECEIVE_BYTES (2u << 20) /* in one recvmsg: how long a revoke or cancel may have to wait for us */
 
+/* Which states may follow which. */
+static const uint8_t transitions[] = {
+    [TCP_NEW] = 1 << TCP_CONNECTING | 1 << TCP_DEAD,
+    [TCP_CONNECTING] = 1 << TCP_GREETING | 1 << TCP_DEAD,
+    [TCP_GREETING] = 1 << TCP_OPEN | 1 << TCP_LINGER | 1 << TCP_DEAD,
+    [TCP_OPEN] = 1 << TCP_LINGER | 1 << TCP_DEAD,
+    [TCP_LINGER] = 1 << TCP_DEAD,
+    [TCP_DEAD] = 0,
+};
+
+static void tcp_conn_become(tcp_conn *conn, tcp_state next) {
+    KVX_ASSERT(transitions[conn->state] & 1 << next);
+    conn->state = next;
+}
+
 tcp_conn *kvx_tcp_conn_new(tcp_transport *tcp, uint32_t role) {
     tcp_conn *conn = kvx_vault_take(sizeof *conn);
     if (conn == NULL) {
@@ -119,7 +134,7 @@ static void tcp_conn_start(tcp_conn *conn) {
             kvx_tcp_conn_end(conn, error == EMFILE || error == ENFILE ? KVX_E_FDS : KVX_E_UNREACHABLE, error, false);
             return;
         }
-        conn->state = TCP_CONNECTING;
+        tcp_conn_become(conn, TCP_CONNECTING);
         kvx_tcp_conn_deadline(conn, kvx_now_ms() + config->connect_ms);
     } else {
         kvx_tcp_tune(conn->tcp, conn->fd, true);
@@ -151,7 +166,7 @@ void kvx_tcp_conn_end(tcp_conn *conn, int status, int sys_errno, bool reset) {
     }
     tcp_thread *thread = conn->thread;
     pthread_mutex_lock(&conn->tx_lock);
-    conn->state = TCP_DEAD;
+    tcp_conn_become(conn, TCP_DEAD);
     conn->want_out = false;
     conn->sending = NULL;
     if (conn->in_owner_set) { /* a copy in a forked child would keep it there */
@@ -192,7 +207,7 @@ void kvx_tcp_conn_linger(tcp_conn *conn) {
     if (conn->state == TCP_DEAD || conn->state == TCP_LINGER) {
         return;
     }
-    conn->state = TCP_LINGER;
+    tcp_conn_become(conn, TCP_LINGER);
     conn->rx_stopped = false;
     kvx_tcp_conn_deadline(conn, kvx_now_ms() + TCP_LINGER_MS);
 }
@@ -205,7 +220,7 @@ void kvx_tcp_conn_watch(tcp_conn *conn) {
 }
 
 /* Time to look for a sign of life. An idle connection is not looked at again: keepalive does that. */
-static void tcp_conn_arm_silence_check(tcp_conn *conn, uint64_t now_ms) {
+static void tcp_conn_check_silence(tcp_conn *conn, uint64_t now_ms) {
     uint32_t silent_ms = 0;
     if (conn->watch_ms == 0 || now_ms < conn->watch_ms) {
         if (conn->watch_ms != 0) {
@@ -224,12 +239,12 @@ static void tcp_conn_arm_silence_check(tcp_conn *conn, uint64_t now_ms) {
     }
 }
 
-static void tcp_conn_note_progress(tcp_conn *conn, uint64_t now_ms) {
+static void tcp_conn_check_unused(tcp_conn *conn, uint64_t now_ms) {
     if (conn->unused_until_ms != 0 && now_ms >= conn->unused_until_ms) {
         kvx_tcp_conn_end(conn, KVX_OK, 0, false);
         return;
     }
-    tcp_conn_arm_silence_check(conn, now_ms);
+    tcp_conn_check_silence(conn, now_ms);
     if (conn->state == TCP_OPEN && conn->unused_until_ms != 0) {
         kvx_tcp_conn_deadline(conn, conn->unused_until_ms);
     }
@@ -241,7 +256,7 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     }
     conn->deadline_ms = 0;
     if (conn->role == KVX_STREAM_ACCEPTOR && conn->state == TCP_OPEN && conn->proved) {
-        tcp_conn_note_progress(conn, now_ms);
+        tcp_conn_check_unused(conn, now_ms);
     } else if (conn->role == KVX_STREAM_ACCEPTOR) {
         kvx_tcp_conn_end(conn, KVX_E_TIMEOUT, 0, true);
     } else if (conn->state == TCP_CONNECTING || conn->state == TCP_GREETING) {
@@ -249,7 +264,7 @@ void kvx_tcp_conn_expired(tcp_conn *conn, uint64_t now_ms) {
     } else {
         kvx_tcp_xfer_scan(conn); /* resets it when a cancelled put is overdue, or sets the next deadline */
         if (conn->state == TCP_OPEN) {
-            tcp_conn_arm_silence_check(conn, now_ms);
+            tcp_conn_check_silence(conn, now_ms);
         }
     }
 }
@@ -276,7 +291,7 @@ static void tcp_conn_on_connected(tcp_conn *conn) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, error, true);
         return;
     }
-    conn->state = TCP_GREETING;
+    tcp_conn_become(conn, TCP_GREETING);
     if (!tcp_conn_send_hello(conn)) {
         kvx_tcp_conn_end(conn, KVX_E_UNREACHABLE, errno, true);
     }
@@ -293,7 +308,7 @@ static void tcp_conn_send_hello_answer(tcp_conn *conn, int status) {
 
 static void tcp_conn_on_open(tcp_conn *conn) {
     conn->deadline_ms = 0;
-    conn->state = TCP_OPEN;
+    tcp_conn_become(conn, TCP_OPEN);
     kvx_tcp_peer_open(conn);
 }
 
@@ -363,7 +378,7 @@ static void tcp_conn_on_hello(tcp_conn *conn) {
         tcp_conn_on_protocol_error(conn);
         return;
     }
-    conn->state = TCP_OPEN;
+    tcp_conn_become(conn, TCP_OPEN);
     conn->counted = conn->stream == 0; /* a peer counts once */
     KVX_COUNT(conn->tcp->counters, peers_accepted, conn->counted);
     tcp_conn_send_hello_answer(conn, KVX_OK);
