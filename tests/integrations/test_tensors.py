@@ -21,6 +21,7 @@ from kvxfer.integrations.tensors import (
     to_json,
 )
 from kvxfer.planner import plan
+from tests.support.nodes import two_nodes
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 4, 3, 8
 
@@ -308,3 +309,61 @@ async def test_bound_to_regions() -> None:
         assert cache.layout == found.caches[0].layout
         with pytest.raises(UsageError, match="region for each storage"):
             found.bind([])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_keys_and_values_in_allocations_of_their_own_are_pushed_pulled_and_landed(transport: str) -> None:
+    """Six allocations on one side, one of another order on the other; every byte, and no byte of other blocks."""
+    rng = np.random.default_rng(2)
+    layers, table, blocks = 3, BlockTable.of([4, 0, 2], 10), BlockTable.of([1, 3, 0], 10)
+    arrays = rng.random((layers, 2, BLOCKS, HEADS, TOKENS, DIM), np.float32)
+    tensors = [[np.ascontiguousarray(part) for part in layer] for layer in arrays]
+    names = [f"{i}" for i in range(layers)]
+    (source,) = caches_of(
+        {name: tuple(view(part, part, 2 * i + k) for k, part in enumerate(tensors[i])) for i, name in enumerate(names)},
+        [group(*names, axes="BHND")],
+        [tensors[0][0].nbytes] * 6,
+    )
+    whole = np.zeros((BLOCKS, layers, 2, TOKENS, HEADS, DIM), np.float32)
+    (target,) = caches_of(
+        {name: (view(whole[:, i], whole),) for i, name in enumerate(names)},
+        [group(*names, axes="BPNHD")],
+        [whole.nbytes],
+    )
+
+    def right(found: np.ndarray[Any, Any]) -> bool:
+        """[blocks, layers, parts, tokens, heads, dim]"""
+        expected = np.zeros_like(found)
+        for token in range(10):
+            there, here, slot = [4, 0, 2][token // TOKENS], [1, 3, 0][token // TOKENS], token % TOKENS
+            expected[here, :, :, slot] = arrays[:, :, there, :, slot]
+        return np.array_equal(found, expected)
+
+    async with two_nodes([transport]) as (prefill, decode):
+        ours = kvxfer.KVCache(source.layout, await prefill.register_many([part for of in tensors for part in of]))
+        theirs = kvxfer.KVCache(target.layout, await decode.register(whole))
+        async with prefill.publish("pulled", ours, table) as ticket:
+            assert (await decode.pull(ticket, theirs, blocks)).bytes == layers * 2 * 10 * HEADS * DIM * 4
+        assert right(whole)
+        whole[:] = 0
+        async with decode.offer("pushed", theirs, blocks) as landing:
+            async with prefill.push("pushed", to=decode.addresses, cache=ours, table=table) as push:
+                for layer in range(layers):
+                    await push.layer(layer)
+            await landing.wait()
+        assert right(whole)
+        if transport != "shm":
+            return  # what landed is mapped, which tcp cannot
+        async with prefill.push("landed", to=decode.addresses, cache=ours, table=table, land=True) as push:
+            for layer in range(layers):
+                await push.layer(layer)
+        async with decode.adopt("landed") as landed:
+            assert set(landed.layout.region_bytes()) == {0}
+            made = plan(landed.layout, landed.table, target.layout, blocks)
+            whole[:] = 0
+            flat = whole.reshape(-1).view(np.uint8)
+            for number in range(layers):
+                for batch in made.layer(number):
+                    for begin, to, length in batch.segments.tolist():
+                        flat[to : to + length] = landed.array[begin : begin + length]
+        assert right(whole)
