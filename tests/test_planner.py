@@ -103,6 +103,10 @@ class Side:
         memory = [bytearray(part) for part in other.memory]
         for layer in made.box.layers:
             for batch in made.layer(layer):
+                for side in (0, 1):
+                    begins = batch.segments[:, side]
+                    ends = begins + batch.segments[:, 2]
+                    assert batch.bounds[side] == (int(begins.min()), int(ends.max()))
                 check_batch(batch)
                 source, target = self.memory[batch.source_region], memory[batch.target_region]
                 for begin, to, length in batch.segments.tolist():

@@ -294,7 +294,7 @@ def unpack_map(body: bytes, what: str) -> dict[str, Any]:
     return raw
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LayerPart:
     """One submit of one layer: which local region, which of the peer's descriptors, and the segments."""
 
@@ -327,7 +327,9 @@ def layer_parts(
         segments = batch.segments if put else np.ascontiguousarray(batch.segments[:, [1, 0, 2]])
         if remote >= len(peer.descriptors):
             raise GeometryMismatch("the peer's layout refers to a region that it did not describe", value=remote)
-        _require_inside(segments, peer.descriptors[remote].length)
+        limit, (least, end) = peer.descriptors[remote].length, batch.bounds[1 if put else 0]
+        if least < 0 or end > limit:
+            raise OutOfRange("the plan leaves the memory that the peer described", end=end, limit=limit)
         region = cache.regions[local].id
         for first in range(0, len(segments), segments_max):
             some = segments[first : first + segments_max]
@@ -397,16 +399,6 @@ class JoinedPart:
     def layer_of(self, segment: int) -> int:
         """Whose segment that is."""
         return self.layers[max(0, bisect_right(self.starts, segment) - 1)]
-
-
-def _require_inside(segments: np.ndarray[Any, np.dtype[np.uint64]], limit: int) -> None:
-    if not len(segments):
-        return
-    if int(segments[:, 1].max()) + int(segments[:, 2].max()) <= limit:
-        return  # as good as always
-    ends = segments[:, 1] + segments[:, 2]
-    if int(ends.max()) > limit or bool((ends < segments[:, 1]).any()):
-        raise OutOfRange("the plan leaves the memory that the peer described", end=int(ends.max()), limit=limit)
 
 
 def of_layer(error: KvxferError, layer: int) -> KvxferError:

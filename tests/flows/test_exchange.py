@@ -621,3 +621,22 @@ def test_layers_are_joined_within_the_limits() -> None:
     assert [each.part.bytes for each in found] == [20 + 40, 60, 2000, 10]
     assert [found[0].layer_of(segment) for segment in range(4)] == [0, 0, 1, 1]
     assert joined.take() == []
+
+
+@pytest.mark.parametrize("kind", [OpKind.PUT, OpKind.GET])
+async def test_a_layer_ends_where_the_memory_of_the_peer_ends(kind: OpKind) -> None:
+    geometry = small_geometry()
+    layout, length = kvxfer.contiguous_layout(geometry, 2)
+    table = kvxfer.BlockTable(blocks=np.arange(2), tokens=32)
+    made = await negotiate(layout, table, layout, table)
+    cache = SimpleNamespace(layout=layout, regions=[SimpleNamespace(id=1)])
+    layers = range(geometry.layers)
+
+    async def prepare(limit: int) -> int:
+        peer = SimpleNamespace(descriptors=[SimpleNamespace(length=limit)])
+        found = [await prepared_layer(made, layer, kind, cache, peer, 65536) for layer in layers]  # type: ignore[arg-type]
+        return sum(part.bytes for parts in found for part in parts)
+
+    assert await prepare(length) == made.bytes == length
+    with pytest.raises(OutOfRange):
+        await prepare(length - 1)
