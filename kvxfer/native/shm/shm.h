@@ -1,11 +1,11 @@
-/* shm.h: private to the shm transport (transport_shm.c shm_link.c shm_owner.c shm_peer.c
+/* shm.h: private to the shm transport (transport_shm.c shm_conn.c shm_owner.c shm_peer.c
  * shm_import.c shm_map.c shm_copy.c).
  *
  * The initiator moves every byte by itself; the socket between two engines carries only who may and who no longer may.
  * A shared region travels as a file descriptor and is mapped, memory of the user is reached by cross-memory attach.
  *
- * One progress thread owns all sockets: it receives, tears down and frees. Other threads may send (link->tx_lock) and
- * copy. shm->lock guards everything else that is not atomic; it is never held while memory is copied or unmapped.
+ * One progress thread owns all sockets: it receives, tears down and frees. Other threads may send (conn->tx_lock)
+ * and copy. shm->lock guards everything else that is not atomic; it is never held while memory is copied or unmapped.
  * Lock order: shm->lock, then tx_lock, then the core's.
  *
  * What makes a revoke safe is import->users: whoever touches the memory counts itself in and out. Shutting the import
@@ -36,7 +36,7 @@
 #define SHM_IDLE_MAX   256                   /* mappings of a peer that no import uses */
 #define SHM_UNMAP_MAX  (UINT64_C(16) << 20)  /* larger mappings are unmapped by the copy pool */
 #define SHM_FD_MISSED  (-2)                  /* a descriptor came, but we had no room for it */
-#define SHM_PROCESS    1                     /* marks the address of a link in the epoll set */
+#define SHM_PROCESS    1                     /* marks the address of a connection in the epoll set */
 #define SHM_SHUT       0x80000000u           /* in shm_import.users */
 
 enum shm_type {
@@ -96,7 +96,7 @@ _Static_assert(sizeof(shm_message) == 80, "a message has no padding");
 
 typedef struct shm_transport shm_transport;
 typedef struct shm_peer shm_peer;
-typedef struct shm_link shm_link;
+typedef struct shm_conn shm_conn;
 
 typedef struct shm_packet {
     struct shm_packet *next;
@@ -104,17 +104,17 @@ typedef struct shm_packet {
     shm_message message;
 } shm_packet;
 
-enum shm_link_state {
+enum shm_conn_state {
     SHM_GREETING, /* waiting for the other side's HELLO */
     SHM_OPEN,
     SHM_LINGER, /* we hung up on an initiator that may still be copying: its grants are quiet when it is gone */
     SHM_DEAD
 };
 
-struct shm_link {
+struct shm_conn {
     shm_transport *shm;
     shm_peer *peer; /* of a dialler */
-    enum shm_link_state state;
+    enum shm_conn_state state;
     uint8_t nonce_mine[KVX_NONCE_BYTES], nonce_theirs[KVX_NONCE_BYTES];
     uint64_t rx_counter;
     uint64_t deadline_ms; /* of the greeting */
@@ -123,7 +123,7 @@ struct shm_link {
     kvx_table attached; /* of an acceptor: handle -> shm_attach */
     kvx_table regions;  /* likewise: those whose descriptor was sent */
     bool said_bye;
-    bool gone;   /* the other process ended: what it still said is read, then the link ends */
+    bool gone;   /* the other process ended: what it still said is read, then the connection ends */
     bool held;   /* held_message waits for room in the notification queue */
     bool parked; /* not watched, although there may be something to read */
     shm_message held_message;
@@ -138,20 +138,20 @@ struct shm_link {
     bool reading;
     bool broken;
 
-    struct shm_link *previous, *next;
-    struct shm_link *grave_next;
+    struct shm_conn *previous, *next;
+    struct shm_conn *grave_next;
 };
 
 /* An initiator's use of one of our grants. */
 typedef struct shm_attach {
-    shm_link *link;
+    shm_conn *conn;
     uint64_t handle;
     uint64_t grant;
     uint8_t key[KVX_KEY_BYTES];
     kvx_grant *revoked; /* by the core, which waits for it to be quiet */
     bool asked;         /* REVOKE was sent */
     bool by_attach;
-    struct shm_attach *previous, *next; /* of the same grant, on all links */
+    struct shm_attach *previous, *next; /* of the same grant, on all connections */
 } shm_attach;
 
 /* A part of a region as copies see it; shared by all imports inside of it. Views of the application are apart. */
@@ -200,7 +200,7 @@ typedef struct shm_import {
 struct shm_peer {
     shm_transport *shm;
     kvx_peer *peer;
-    shm_link *link;
+    shm_conn *conn;
     char path[KVX_ENDPOINT_MAX];
     uint64_t deadline_ms; /* of the connect; 0 = over */
     uint64_t retry_ms;
@@ -233,38 +233,40 @@ struct shm_transport {
     uint8_t probe[KVX_NONCE_BYTES]; /* what initiators look for in our memory */
     pthread_mutex_t lock;
     kvx_table grants; /* grant -> first shm_attach */
-    shm_link *links;  /* acceptors */
+    shm_conn *conns;  /* acceptors */
     shm_peer *peers;
     shm_peer *todo;
-    shm_link *graveyard;
+    shm_conn *graveyard;
     uint32_t accepted, accepted_max;
     kvx_newcomers line; /* those that have not said HELLO yet */
     bool closing;
-    uint64_t deadline_ms; /* the next one of any link or peer, 0 = none */
+    uint64_t deadline_ms; /* the next one of any connection or peer, 0 = none */
 };
 
-/* shm_link.c: sockets and messages */
-shm_link *kvx_shm_link_new(shm_transport *shm, int fd, pid_t pid, shm_peer *peer);
-void kvx_shm_link_free(shm_link *link);
-bool kvx_shm_link_watch(shm_link *link);
-void kvx_shm_link_unwatch(shm_link *link); /* until _watch */
-/* Sends or queues; takes the descriptor. Never fails: a link that cannot send breaks, and ends on the progress thread.
+/* shm_conn.c: sockets and messages */
+shm_conn *kvx_shm_conn_new(shm_transport *shm, int fd, pid_t pid, shm_peer *peer);
+void kvx_shm_conn_free(shm_conn *conn);
+bool kvx_shm_conn_watch(shm_conn *conn);
+void kvx_shm_conn_unwatch(shm_conn *conn); /* until _watch */
+/* Sends or queues; takes the descriptor. Never fails: a connection that cannot send breaks, and ends on the progress
+ * thread.
  */
-void kvx_shm_send(shm_link *link, shm_message *message, const uint8_t *key, int fd);
-bool kvx_shm_authentic(const shm_link *link, const shm_message *message, const uint8_t key[KVX_KEY_BYTES]);
-void kvx_shm_hello(shm_link *link, int status);
-void kvx_shm_link_event(shm_link *link, uint32_t events);
-void kvx_shm_link_gone(shm_link *link); /* its process_fd was told about, as the link's address plus SHM_PROCESS */
-void kvx_shm_link_read(shm_link *link, bool on);
-void kvx_shm_link_close(shm_link *link);    /* the socket, not the structure */
+void kvx_shm_send(shm_conn *conn, shm_message *message, const uint8_t *key, int fd);
+bool kvx_shm_authentic(const shm_conn *conn, const shm_message *message, const uint8_t key[KVX_KEY_BYTES]);
+void kvx_shm_hello(shm_conn *conn, int status);
+void kvx_shm_conn_event(shm_conn *conn, uint32_t events);
+/* Its process_fd was told about, as the connection's address plus SHM_PROCESS. */
+void kvx_shm_conn_gone(shm_conn *conn);
+void kvx_shm_conn_read(shm_conn *conn, bool on);
+void kvx_shm_conn_close(shm_conn *conn);    /* the socket, not the structure */
 bool kvx_shm_trusted(int fd, pid_t *pid_p); /* the same user, or root */
 void kvx_shm_deadline(shm_transport *shm, uint64_t at_ms);
 
 /* shm_owner.c: what initiators ask of us; false = they broke the protocol */
-bool kvx_shm_owner_message(shm_link *link, const shm_message *message);
-void kvx_shm_owner_held(shm_link *link);
-void kvx_shm_owner_hang_up(shm_link *link); /* they broke it, or were too slow */
-void kvx_shm_owner_end(shm_link *link);     /* their end is closed */
+bool kvx_shm_owner_message(shm_conn *conn, const shm_message *message);
+void kvx_shm_owner_held(shm_conn *conn);
+void kvx_shm_owner_hang_up(shm_conn *conn); /* they broke it, or were too slow */
+void kvx_shm_owner_end(shm_conn *conn);     /* their end is closed */
 int kvx_shm_owner_revoke(shm_transport *shm, kvx_grant *grant);
 void kvx_shm_owner_forget(shm_transport *shm, const kvx_region *region);
 void kvx_shm_owner_close(shm_transport *shm);
@@ -272,8 +274,8 @@ void kvx_shm_owner_close(shm_transport *shm);
 /* shm_peer.c: connections to owners */
 int kvx_shm_peer_connect(void *transport, kvx_peer *peer);
 int kvx_shm_peer_close(void *transport, kvx_peer *peer, kvx_import *import);
-bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p);
-void kvx_shm_peer_end(shm_link *link, int status, int sys_errno); /* the connection is gone */
+bool kvx_shm_peer_message(shm_conn *conn, const shm_message *message, int *fd_p);
+void kvx_shm_peer_end(shm_conn *conn, int status, int sys_errno); /* the connection is gone */
 void kvx_shm_peer_todo(shm_peer *peer);
 void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms);
 void kvx_shm_peer_cancelled(shm_peer *peer);
@@ -284,8 +286,8 @@ void kvx_shm_notify(shm_import *import, kvx_op *op);
 
 /* shm_import.c: grants of owners that we use */
 int kvx_shm_mem_import(void *transport, kvx_import *import);
-bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *message, int *fd_p);
-bool kvx_shm_on_revoke(shm_peer *peer, shm_link *link, const shm_message *message);
+bool kvx_shm_on_imported(shm_peer *peer, shm_conn *conn, const shm_message *message, int *fd_p);
+bool kvx_shm_on_revoke(shm_peer *peer, shm_conn *conn, const shm_message *message);
 void kvx_shm_import_end(shm_import *import, int status, int sys_errno); /* with the lock held: import_done */
 void kvx_shm_give_back_all(shm_peer *peer);
 void kvx_shm_imports_free(shm_peer *peer); /* in close */

@@ -81,7 +81,7 @@ int kvx_shm_mem_import(void *transport, kvx_import *kvx) {
         kvx_table_put(&peer->by_handle, import->handle, import);
         KVX_LIST_PUSH(peer->imports, import);
         kvx->transport_data = import;
-        kvx_shm_send(peer->link, &message, import->key, -1);
+        kvx_shm_send(peer->conn, &message, import->key, -1);
     }
     pthread_mutex_unlock(&shm->lock);
     if (status != KVX_PENDING) {
@@ -117,7 +117,7 @@ static int shm_import_map(shm_import *import, const shm_message *message, int fd
     return kvx_shm_probe(import, message, errno_p);
 }
 
-bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *message, int *fd_p) {
+bool kvx_shm_on_imported(shm_peer *peer, shm_conn *conn, const shm_message *message, int *fd_p) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
     shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
@@ -126,11 +126,11 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
     bool good = import != NULL && import->pending && (message->how == SHM_BY_MAPPING) == (*fd_p != -1);
     int status = message->status, sys_errno = message->sys_errno;
     if (good && status == KVX_OK) {
-        good = message->how != SHM_NOT && sys_errno == 0 && kvx_shm_authentic(link, message, import->key);
+        good = message->how != SHM_NOT && sys_errno == 0 && kvx_shm_authentic(conn, message, import->key);
     } else if (good) { /* who does not know the grant cannot prove anything; any other reason is proved */
         bool bare = kvx_refusal_bare(status) || status == KVX_E_UNSUPPORTED;
         good =
-            message->how == SHM_NOT && (bare || (kvx_refusal(status) && kvx_shm_authentic(link, message, import->key)));
+            message->how == SHM_NOT && (bare || (kvx_refusal(status) && kvx_shm_authentic(conn, message, import->key)));
     }
     if (good) {
         bool attached = status == KVX_OK;
@@ -152,13 +152,13 @@ bool kvx_shm_on_imported(shm_peer *peer, shm_link *link, const shm_message *mess
     return good || (closing && import == NULL);
 }
 
-bool kvx_shm_on_revoke(shm_peer *peer, shm_link *link, const shm_message *message) {
+bool kvx_shm_on_revoke(shm_peer *peer, shm_conn *conn, const shm_message *message) {
     shm_transport *shm = peer->shm;
     bool good = true;
     pthread_mutex_lock(&shm->lock);
     shm_import *import = kvx_table_get(&peer->by_handle, message->handle);
     if (import != NULL && import->attached) {
-        good = kvx_shm_authentic(link, message, import->key);
+        good = kvx_shm_authentic(conn, message, import->key);
     } else if (import != NULL) { /* it was refused, or our DROP is on its way to them; but they have answered */
         good = !import->pending;
     }
@@ -186,10 +186,10 @@ static void shm_import_detach(shm_import *import) {
     kvx_shm_unview(import);
     pthread_mutex_lock(&shm->lock);
     kvx_shm_map_leave(import);
-    if (import->attached && peer->link != NULL) {
+    if (import->attached && peer->conn != NULL) {
         import->attached = false;
         message.type = import->revoke ? SHM_REVOKED : SHM_DROP;
-        kvx_shm_send(peer->link, &message, import->key, -1);
+        kvx_shm_send(peer->conn, &message, import->key, -1);
     }
     import->given_back = true;
     import->working = false;

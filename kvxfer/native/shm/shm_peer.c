@@ -90,10 +90,10 @@ static void shm_peer_connect_once(shm_peer *peer) {
         shm_peer_connect_end(peer, KVX_E_REFUSED, EPERM);
         return;
     }
-    shm_link *link = kvx_shm_link_new(shm, fd, peer->pid, peer);
-    if (link == NULL || !kvx_shm_link_watch(link)) {
-        if (link != NULL) {
-            kvx_shm_link_free(link);
+    shm_conn *conn = kvx_shm_conn_new(shm, fd, peer->pid, peer);
+    if (conn == NULL || !kvx_shm_conn_watch(conn)) {
+        if (conn != NULL) {
+            kvx_shm_conn_free(conn);
         } else {
             close(fd);
         }
@@ -101,9 +101,9 @@ static void shm_peer_connect_once(shm_peer *peer) {
         return;
     }
     pthread_mutex_lock(&shm->lock);
-    peer->link = link;
+    peer->conn = conn;
     pthread_mutex_unlock(&shm->lock);
-    kvx_shm_hello(link, KVX_OK);
+    kvx_shm_hello(conn, KVX_OK);
 }
 
 static void shm_peer_connect_begin(shm_peer *peer) {
@@ -118,14 +118,14 @@ static void shm_peer_connect_begin(shm_peer *peer) {
     }
 }
 
-static bool shm_peer_on_hello(shm_peer *peer, shm_link *link, const shm_message *message) {
+static bool shm_peer_on_hello(shm_peer *peer, shm_conn *conn, const shm_message *message) {
     if (message->status != KVX_OK) {
         int status = message->status == KVX_E_VERSION ? KVX_E_VERSION : KVX_E_REFUSED;
-        kvx_shm_peer_end(link, status, 0);
+        kvx_shm_peer_end(conn, status, 0);
         return true;
     }
-    memcpy(link->nonce_theirs, message->hello.nonce, sizeof(link->nonce_theirs));
-    link->state = SHM_OPEN;
+    memcpy(conn->nonce_theirs, message->hello.nonce, sizeof(conn->nonce_theirs));
+    conn->state = SHM_OPEN;
     memcpy(peer->peer->engine_id, message->hello.engine_id, KVX_ID_BYTES);
     shm_peer_connect_end(peer, KVX_OK, 0);
     return true;
@@ -146,7 +146,7 @@ void kvx_shm_notify(shm_import *import, kvx_op *op) {
                                                           : KVX_OK;
     if (status == KVX_OK) {
         kvx_table_put(&peer->awaiting, op->token, op);
-        kvx_shm_send(peer->link, &message, import->key, -1);
+        kvx_shm_send(peer->conn, &message, import->key, -1);
     }
     pthread_mutex_unlock(&shm->lock);
     if (status != KVX_OK) {
@@ -154,14 +154,14 @@ void kvx_shm_notify(shm_import *import, kvx_op *op) {
     }
 }
 
-static bool shm_peer_on_notified(shm_peer *peer, shm_link *link, const shm_message *message) {
+static bool shm_peer_on_notified(shm_peer *peer, shm_conn *conn, const shm_message *message) {
     shm_transport *shm = peer->shm;
     bool good = true;
     pthread_mutex_lock(&shm->lock);
     kvx_op *op = kvx_table_get(&peer->awaiting, message->notify.token);
     if (op != NULL) { /* otherwise it was cancelled */
         const shm_import *import = op->import->transport_data;
-        good = import->handle == message->handle && kvx_shm_authentic(link, message, import->key) &&
+        good = import->handle == message->handle && kvx_shm_authentic(conn, message, import->key) &&
                (message->status == KVX_OK || message->status == KVX_E_REVOKED);
         if (good) {
             kvx_table_remove(&peer->awaiting, message->notify.token);
@@ -208,17 +208,17 @@ static bool shm_peer_on_forget(shm_peer *peer, const shm_message *message) {
     return message->mapped.region != 0;
 }
 
-bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p) {
-    shm_peer *peer = link->peer;
+bool kvx_shm_peer_message(shm_conn *conn, const shm_message *message, int *fd_p) {
+    shm_peer *peer = conn->peer;
     switch (message->type) {
     case SHM_HELLO:
-        return shm_peer_on_hello(peer, link, message);
+        return shm_peer_on_hello(peer, conn, message);
     case SHM_IMPORTED:
-        return kvx_shm_on_imported(peer, link, message, fd_p);
+        return kvx_shm_on_imported(peer, conn, message, fd_p);
     case SHM_REVOKE:
-        return kvx_shm_on_revoke(peer, link, message);
+        return kvx_shm_on_revoke(peer, conn, message);
     case SHM_NOTIFIED:
-        return shm_peer_on_notified(peer, link, message);
+        return shm_peer_on_notified(peer, conn, message);
     case SHM_FORGET:
         return shm_peer_on_forget(peer, message);
     case SHM_BYE:
@@ -231,9 +231,9 @@ bool kvx_shm_peer_message(shm_link *link, const shm_message *message, int *fd_p)
 /* -- ends -------------------------------------------------------------------------------------------------------------
  */
 
-void kvx_shm_peer_end(shm_link *link, int status, int sys_errno) {
-    shm_peer *peer = link->peer;
-    kvx_shm_link_unwatch(link); /* the socket stays open until nothing of ours is in use: its end tells them that */
+void kvx_shm_peer_end(shm_conn *conn, int status, int sys_errno) {
+    shm_peer *peer = conn->peer;
+    kvx_shm_conn_unwatch(conn); /* the socket stays open until nothing of ours is in use: its end tells them that */
     pthread_mutex_lock(&peer->shm->lock);
     peer->lost = true;
     kvx_shm_todo(peer);
@@ -252,16 +252,16 @@ static bool shm_peer_is_idle(const shm_peer *peer) {
     return true;
 }
 
-static void shm_peer_link_reap(shm_peer *peer) {
+static void shm_peer_conn_reap(shm_peer *peer) {
     shm_transport *shm = peer->shm;
     pthread_mutex_lock(&shm->lock);
-    shm_link *link = peer->link;
-    peer->link = NULL;
+    shm_conn *conn = peer->conn;
+    peer->conn = NULL;
     pthread_mutex_unlock(&shm->lock);
-    if (link != NULL) {
-        kvx_shm_link_close(link);
-        link->grave_next = shm->graveyard;
-        shm->graveyard = link;
+    if (conn != NULL) {
+        kvx_shm_conn_close(conn);
+        conn->grave_next = shm->graveyard;
+        shm->graveyard = conn;
     }
 }
 
@@ -298,7 +298,7 @@ static void shm_peer_finish_lost(shm_peer *peer) {
     kvx_shm_maps_forget(peer, 0);
     kvx_shm_todo(peer);
     pthread_mutex_unlock(&shm->lock);
-    shm_peer_link_reap(peer);
+    shm_peer_conn_reap(peer);
     if (tell) {
         kvx_peer_lost(peer->peer, KVX_E_PEER_LOST);
     }
@@ -307,10 +307,10 @@ static void shm_peer_finish_lost(shm_peer *peer) {
 static void shm_peer_finish_close(shm_peer *peer) {
     shm_message bye = {.type = SHM_BYE};
     kvx_peer *kvx = peer->peer;
-    if (peer->link != NULL && !peer->lost) {
-        kvx_shm_send(peer->link, &bye, NULL, -1);
+    if (peer->conn != NULL && !peer->lost) {
+        kvx_shm_send(peer->conn, &bye, NULL, -1);
     }
-    shm_peer_link_reap(peer);
+    shm_peer_conn_reap(peer);
     shm_peer_forget(peer);
     kvx_peer_closed(kvx);
 }
@@ -327,7 +327,7 @@ void kvx_shm_peer_todo(shm_peer *peer) {
         kvx_shm_maps_forget(peer, 0);
     }
     pthread_mutex_unlock(&shm->lock);
-    if (!ending && !peer->told && peer->link == NULL && peer->deadline_ms == 0) {
+    if (!ending && !peer->told && peer->conn == NULL && peer->deadline_ms == 0) {
         shm_peer_connect_begin(peer);
     }
     if (ending) {
@@ -377,8 +377,8 @@ void kvx_shm_peer_deadline(shm_peer *peer, uint64_t now_ms) {
         peer->lost = true;
         kvx_shm_todo(peer);
         pthread_mutex_unlock(&peer->shm->lock);
-        if (peer->link != NULL) {
-            kvx_shm_link_unwatch(peer->link);
+        if (peer->conn != NULL) {
+            kvx_shm_conn_unwatch(peer->conn);
         }
         shm_peer_connect_end(peer, KVX_E_TIMEOUT, ETIMEDOUT);
     } else if (peer->retry_ms != 0 && now_ms >= peer->retry_ms) {
@@ -393,10 +393,10 @@ void kvx_shm_peer_sweep(shm_peer *peer) {
     shm_message bye = {.type = SHM_BYE};
     shm_peer_notify_complete(peer, true, KVX_E_CLOSED);
     kvx_shm_imports_free(peer);
-    if (peer->link != NULL) {
-        kvx_shm_send(peer->link, &bye, NULL, -1);
-        kvx_shm_link_free(peer->link);
-        peer->link = NULL;
+    if (peer->conn != NULL) {
+        kvx_shm_send(peer->conn, &bye, NULL, -1);
+        kvx_shm_conn_free(peer->conn);
+        peer->conn = NULL;
     }
     shm_peer_forget(peer);
 }

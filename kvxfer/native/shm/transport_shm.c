@@ -29,7 +29,7 @@
 
 static bool shm_evict(kvx_newcomer *one) {
     if (one != NULL) {
-        kvx_shm_owner_end((shm_link *)((uint8_t *)one - offsetof(shm_link, newcomer)));
+        kvx_shm_owner_end((shm_conn *)((uint8_t *)one - offsetof(shm_conn, newcomer)));
     }
     return one != NULL;
 }
@@ -41,22 +41,22 @@ static void shm_accept_one(shm_transport *shm, int fd) {
         close(fd);
         return;
     }
-    shm_link *link = kvx_shm_link_new(shm, fd, pid, NULL);
-    if (link == NULL) {
+    shm_conn *conn = kvx_shm_conn_new(shm, fd, pid, NULL);
+    if (conn == NULL) {
         close(fd);
         return;
     }
-    link->deadline_ms = kvx_now_ms() + shm->config->handshake_ms;
-    if (!kvx_shm_link_watch(link)) {
-        kvx_shm_link_free(link);
+    conn->deadline_ms = kvx_now_ms() + shm->config->handshake_ms;
+    if (!kvx_shm_conn_watch(conn)) {
+        kvx_shm_conn_free(conn);
         return;
     }
     pthread_mutex_lock(&shm->lock);
-    KVX_LIST_PUSH(shm->links, link);
+    KVX_LIST_PUSH(shm->conns, conn);
     pthread_mutex_unlock(&shm->lock);
     shm_evict(kvx_newcomers_surplus(&shm->line));
-    kvx_newcomers_add(&shm->line, &link->newcomer, NULL);
-    kvx_shm_deadline(shm, link->deadline_ms);
+    kvx_newcomers_add(&shm->line, &conn->newcomer, NULL);
+    kvx_shm_deadline(shm, conn->deadline_ms);
 }
 
 static void shm_accept_some(shm_transport *shm) {
@@ -91,7 +91,7 @@ static void shm_todo_run(shm_transport *shm) {
     }
 }
 
-/* Peers and links come at the head and go only on this thread, so that a head stays good for a walk. */
+/* Peers and connections come at the head and go only on this thread, so that a head stays good for a walk. */
 static shm_peer *shm_peers_head(shm_transport *shm) {
     pthread_mutex_lock(&shm->lock);
     shm_peer *head = shm->peers;
@@ -101,10 +101,10 @@ static shm_peer *shm_peers_head(shm_transport *shm) {
 
 /* The core woke us: something was cancelled, or there is room for notifications again. */
 static void shm_poll_all(shm_transport *shm) {
-    for (shm_link *link = shm->links, *next; link != NULL; link = next) {
-        next = link->next;
-        if (link->held) {
-            kvx_shm_owner_held(link);
+    for (shm_conn *conn = shm->conns, *next; conn != NULL; conn = next) {
+        next = conn->next;
+        if (conn->held) {
+            kvx_shm_owner_held(conn);
         }
     }
     for (shm_peer *peer = shm_peers_head(shm); peer != NULL; peer = peer->next) {
@@ -118,13 +118,13 @@ static void shm_check_deadlines(shm_transport *shm) {
         return;
     }
     shm->deadline_ms = 0;
-    for (shm_link *link = shm->links, *next; link != NULL; link = next) {
-        next = link->next;
-        if (link->deadline_ms != 0 && now_ms >= link->deadline_ms) {
+    for (shm_conn *conn = shm->conns, *next; conn != NULL; conn = next) {
+        next = conn->next;
+        if (conn->deadline_ms != 0 && now_ms >= conn->deadline_ms) {
             KVX_COUNT(shm->counters, protocol_errors, 1);
-            kvx_shm_owner_end(link);
+            kvx_shm_owner_end(conn);
         } else {
-            kvx_shm_deadline(shm, link->deadline_ms);
+            kvx_shm_deadline(shm, conn->deadline_ms);
         }
     }
     for (shm_peer *peer = shm_peers_head(shm); peer != NULL; peer = peer->next) {
@@ -134,9 +134,9 @@ static void shm_check_deadlines(shm_transport *shm) {
 
 static void shm_reap(shm_transport *shm) {
     while (shm->graveyard != NULL) {
-        shm_link *link = shm->graveyard;
-        shm->graveyard = link->grave_next;
-        kvx_shm_link_free(link);
+        shm_conn *conn = shm->graveyard;
+        shm->graveyard = conn->grave_next;
+        kvx_shm_conn_free(conn);
     }
 }
 
@@ -155,9 +155,9 @@ static int shm_progress(void *transport, uint32_t thread, int timeout_ms) {
         } else if (what == &shm->listener) {
             shm_accept_some(shm);
         } else if ((uintptr_t)what & SHM_PROCESS) {
-            kvx_shm_link_gone((shm_link *)((uint8_t *)what - SHM_PROCESS));
+            kvx_shm_conn_gone((shm_conn *)((uint8_t *)what - SHM_PROCESS));
         } else {
-            kvx_shm_link_event(what, events[i].events);
+            kvx_shm_conn_event(what, events[i].events);
         }
     }
     if (woken) {

@@ -3,7 +3,7 @@
  *
  * Properties beside what the core below checks (fuzz_core.h): whoever was refused gets no descriptor; a revoke is quiet
  * when the initiator has given everything back and not before; nothing is left of a connection when its socket has
- * ended, neither descriptors of files nor links. */
+ * ended, neither descriptors of files nor connections. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>

@@ -179,7 +179,7 @@ REVOKE: Mapping[str, Mutation] = {
         if (MUTANT) {
             shm_message early = {.type = SHM_REVOKED, .handle = import->handle};
             import->attached = false;
-            kvx_shm_send(peer->link, &early, import->key, -1);
+            kvx_shm_send(peer->conn, &early, import->key, -1);
         }
         kvx_shm_shut(import, KVX_E_REVOKED);
         kvx_shm_todo(peer);
