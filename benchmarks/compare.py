@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
     names = tuple(RIVALS) if args.compare == "all" else bench.chosen(args.compare, tuple(RIVALS), "--compare")
-    report = bench.Report(args, bench.plan_of(args))
+    report = bench.RunReport(args, bench.plan_of(args))
     result = uvloop.run(Run(report.plan, Compared(names)).execute())
     verdicts = goals.judge(result.rows)
     table = Judged(title="Goals", headers=goals.HEADERS, lines=goals.lines(verdicts), text=3)

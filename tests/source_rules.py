@@ -336,6 +336,17 @@ def says_what_it_is_for(path: str, text: str) -> list[str]:
     return [] if spoken else [at(path, 1, "does not begin with what it is for")]
 
 
+def class_names_twice(texts: Mapping[str, str]) -> list[str]:
+    """A class name leads to one module: a search for it finds the place."""
+    homes: dict[str, str] = {}
+    return [
+        at(path, node.lineno, f"class {node.name} is defined in {homes[node.name]} too")
+        for path, text in sorted(texts.items())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and homes.setdefault(node.name, path) != path
+    ]
+
+
 def unfinished_work(path: str, text: str) -> list[str]:
     return [
         at(path, number, f"unfinished: {found.group(0)}")

@@ -235,6 +235,10 @@ def test_every_file_says_what_it_is_for() -> None:
     none_wrong([wrong for path in spoken for wrong in rules.says_what_it_is_for(path, text_of(path))])
 
 
+def test_a_class_name_is_defined_in_one_module() -> None:
+    none_wrong(rules.class_names_twice({path: text_of(path) for path in PACKAGE}))
+
+
 def test_no_unfinished_work_and_no_machine_paths() -> None:
     found = []
     for path in FILES:
@@ -371,6 +375,7 @@ BAD = [
     (on_text(rules.c_names, "core/ring.h"), "static inline int ring_size(void) {\n}\n"),
     (on_text(rules.c_names, "x/load.cc"), "namespace a {\nnamespace {\nvoid take(int a) noexcept {\n}\n}\n}\n"),
     (lambda text: rules.c_names_twice({"a.c": text, "b.c": text}), "static int a_f(void) {\n}\n"),
+    (lambda text: rules.class_names_twice({"a.py": text, "b.py": text}), "class A: ...\n"),
     (on_text(rules.says_what_it_is_for), "import os\n"),
     (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
     (on_text(rules.unfinished_work), "# TO" + "DO later"),

@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 1 when a ratio regressed."""
     from kvxfer.bench.run import Run
 
-    report = Report(args, plan_of(args))
+    report = RunReport(args, plan_of(args))
     result = uvloop.run(Run(report.plan).execute())  # as the daemon and most engines of this field do
     return report.made(result)
 
 
-class Report:
+class RunReport:
     """What becomes of a run: a table, files, a comparison with a stored run. Files are looked at before the run.
 
     Raises `UsageError` for a file that cannot be read or written.

@@ -55,14 +55,14 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PortSettings:
     """All ports by device, and what is wrong with the text."""
 
     ports: dict[int, Port] = field(default_factory=dict)
     wrong: tuple[str, ...] = ()
 
 
-def parse(text: str) -> Settings:
+def parse(text: str) -> PortSettings:
     """Read the file's text."""
     values: dict[int, dict[str, str]] = {}
     wrong: list[str] = []
@@ -86,7 +86,7 @@ def parse(text: str) -> Settings:
         for device, known in sorted(values.items())
         if any(name in known for name in names)
     }
-    return Settings(ports=ports, wrong=(*wrong, *_conflicts(ports)))
+    return PortSettings(ports=ports, wrong=(*wrong, *_conflicts(ports)))
 
 
 def _conflicts(ports: dict[int, Port]) -> list[str]:

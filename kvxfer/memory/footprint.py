@@ -3,7 +3,7 @@
 The idea: a layer covers a lattice, ``base + part * p + block * b + slot * n + head * h`` and ``head_bytes`` from there
 on. The strides are nested (each reaches over all that lies inside it), so two lattices are compared from the outermost
 axis inwards, and an axis that both have with the same stride is one subtraction, however long it is. What is found of
-two caches depends on their layouts only: blocks that lie so many block ids apart share bytes (`Meeting.steps`), or,
+two caches depends on their layouts only: blocks that lie so many block ids apart share bytes (`Overlap.steps`), or,
 where the two have blocks of unlike strides, a difference of their first addresses for which the block ids are joined.
 
 Addresses are of the process (or of a device), not of a region: memory that was registered twice is the same memory.
@@ -244,7 +244,7 @@ class _Join:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Meeting:
+class Overlap:
     """Where two caches share bytes: block a of the first and block a + step of the second, for each of ``steps``; and
     what `pairs` finds for the block ids at hand.
     """
@@ -276,7 +276,7 @@ class Meeting:
         return np.concatenate([one for one, _ in found]), np.concatenate([other for _, other in found])
 
 
-def meeting(one: Footprint, other: Footprint) -> Meeting:
+def meeting(one: Footprint, other: Footprint) -> Overlap:
     """How two caches meet. Raises `TooLarge` when they are so unlike, in the same memory, that it would cost too much
     to find out.
     """
@@ -291,7 +291,7 @@ def meeting(one: Footprint, other: Footprint) -> Meeting:
                 steps |= _steps(ours, theirs, differences)
             elif len(differences):
                 joins.append(_Join(ours, theirs, differences))
-    return Meeting(tuple(sorted(steps)), tuple(joins))
+    return Overlap(tuple(sorted(steps)), tuple(joins))
 
 
 def _row_differences(ours: _LayerGroup, theirs: _LayerGroup) -> Ints:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvxfer.errors import RegionBusy, UsageError
 from kvxfer.geometry import BlockTable
-from kvxfer.memory.footprint import Footprint, Ints, Meeting, cells_meet, meeting
+from kvxfer.memory.footprint import Footprint, Ints, Overlap, cells_meet, meeting
 
 RESERVATIONS_MAX = 1 << 20
 MEETINGS_KEPT_MAX = 4096
@@ -120,7 +120,7 @@ class BlockReservations:
         self._free_numbers: list[int] = []
         self._numbers = 0
         self._caches: dict[Footprint, _Cache] = {}
-        self._meetings: dict[tuple[Footprint, Footprint], Meeting] = {}
+        self._meetings: dict[tuple[Footprint, Footprint], Overlap] = {}
         self._pinned_blocks = 0
         self._quarantined_blocks = 0
 
@@ -284,7 +284,7 @@ class BlockReservations:
             return int(ours[at]), int(cache.owners[theirs[at]]) - 1
         return _conflict_in_part(piece, cache, ours[partial], theirs[partial])
 
-    def _meeting(self, ours: Footprint, theirs: Footprint) -> Meeting:
+    def _meeting(self, ours: Footprint, theirs: Footprint) -> Overlap:
         found = self._meetings.get((ours, theirs))
         if found is None:
             found = meeting(ours, theirs)

@@ -23,7 +23,7 @@ from kvxfer.errors import UsageError
 from kvxfer.geometry import fingerprint_of
 from kvxfer.integrations.vllm import drift
 from kvxfer.integrations.vllm.caches import Caches
-from kvxfer.integrations.vllm.ledger import Engine
+from kvxfer.integrations.vllm.ledger import EngineInfo
 from kvxfer.integrations.vllm.metrics import KvxferMetrics, KvxferStats
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import FORMAT, Rank
@@ -88,11 +88,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             channel = channel_of(transfer.engine_id, self._rank)
             self._worker = Worker(self._settings, channel=channel, rank=self._rank)
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> EngineInfo:
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         parallel = config.parallel_config
         groups = self._kv_cache_config.kv_cache_groups
-        return Engine(
+        return EngineInfo(
             id=transfer.engine_id,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,

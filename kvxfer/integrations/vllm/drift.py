@@ -9,7 +9,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.errors import UsageError
-from kvxfer.integrations.vllm.results import Batch
+from kvxfer.integrations.vllm.results import ResultBatch
 
 VERSION: str = vllm.__version__
 
@@ -18,7 +18,7 @@ _Results = getattr(base, "KVConnectorTransferResults", None)
 BY_REQUEST = _Results is not None
 
 
-def transfer_results(batch: Batch) -> Any:
+def transfer_results(batch: ResultBatch) -> Any:
     """The answer of `get_transfer_results` (from 0.30 on)."""
     assert _Results is not None
     return _Results(finished_sending=batch.sent, finished_recving=batch.received, failed_recving=batch.failed)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.errors import GeometryMismatch, KvxferError, UsageError
-from kvxfer.integrations.vllm.orders import Orders, Receive, Send, Stream, Table
+from kvxfer.integrations.vllm.orders import Orders, Receive, SendOrder, Stream, Table
 from kvxfer.integrations.vllm.params import Meeting, Rank, Remote, unavailable
 from kvxfer.integrations.vllm.settings import LAYERWISE, Settings
 
@@ -29,7 +29,7 @@ Blocks = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineInfo:
     """What this engine is: its id, what it may do, what it must have in common with others, tokens in a block of each
     group of layers, and how many workers there are.
     """
@@ -65,7 +65,7 @@ class Prompt:
 class Ledger:
     """Every request that this connector has to do with, and the orders for the next step."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: EngineInfo) -> None:
         self._settings = settings
         self._engine = engine
         self._orders = Orders()
@@ -249,7 +249,7 @@ class Ledger:
         )
         if not any(table.tokens for table in tables):
             return False, None
-        self._orders.send[request.id] = Send(tables=tables, mode=self._settings.mode)
+        self._orders.send[request.id] = SendOrder(tables=tables, mode=self._settings.mode)
         self.kept.add(request.id)
         remote = Remote(
             engine_id=self._engine.id,

@@ -45,7 +45,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class SendOrder:
     """Blocks of a request that has ended here; they are kept until they were fetched, or the lease ends."""
 
     tables: tuple[Table, ...]
@@ -67,7 +67,7 @@ class Orders:
     """
 
     receive: dict[str, Receive] = field(default_factory=dict)
-    send: dict[str, Send] = field(default_factory=dict)
+    send: dict[str, SendOrder] = field(default_factory=dict)
     stream: dict[str, Stream] = field(default_factory=dict)
     dropped: list[Remote] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)

@@ -20,7 +20,7 @@ class Moved:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class ResultBatch:
     """Everything since it was last asked for. Failed requests are in ``received`` too."""
 
     sent: set[str] = field(default_factory=set)
@@ -34,7 +34,7 @@ class Results:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batch = Batch()
+        self._batch = ResultBatch()
         self._record = empty()
 
     def moved(self, moved: Moved) -> None:
@@ -65,9 +65,9 @@ class Results:
         with self._lock:
             self._batch.sent.add(request_id)
 
-    def take(self) -> Batch:
+    def take(self) -> ResultBatch:
         with self._lock:
-            taken, self._batch = self._batch, Batch()
+            taken, self._batch = self._batch, ResultBatch()
         return taken
 
     def take_record(self) -> dict[str, Any] | None:

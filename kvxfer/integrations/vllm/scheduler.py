@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvxfer.integrations.vllm.ledger import Blocks, Engine, Ledger, Request
+from kvxfer.integrations.vllm.ledger import Blocks, EngineInfo, Ledger, Request
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import Rank
 from kvxfer.integrations.vllm.settings import Settings
@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.kvxfer")
 class Scheduler:
     """One engine's scheduler side."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: EngineInfo) -> None:
         self._ledger = Ledger(settings, engine)
 
     def reached(self, ranks: Mapping[int, Rank]) -> None:

@@ -33,7 +33,7 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import BlockTable
 from kvxfer.integrations.vllm.caches import Part
-from kvxfer.integrations.vllm.orders import Orders, Receive, Send, Stream, Table
+from kvxfer.integrations.vllm.orders import Orders, Receive, SendOrder, Stream, Table
 from kvxfer.integrations.vllm.params import Rank, Remote, addresses
 from kvxfer.integrations.vllm.results import RECEIVED, SENT, Moved, Results
 from kvxfer.integrations.vllm.settings import PUSH, Settings
@@ -173,7 +173,7 @@ class Transfers:
 
     # -- prefill: blocks are kept until they were fetched ------------------------------------------------------------
 
-    async def _keep(self, request_id: str, send: Send, kept: Kept) -> None:
+    async def _keep(self, request_id: str, send: SendOrder, kept: Kept) -> None:
         started = asyncio.get_running_loop().time()
         try:
             if kept.dropped:
@@ -203,7 +203,7 @@ class Transfers:
         kept.offers.cancel()
         self._results.sent(request_id)
 
-    async def _publish(self, request_id: str, send: Send, kept: Kept) -> None:
+    async def _publish(self, request_id: str, send: SendOrder, kept: Kept) -> None:
         publications, tickets = [], [""] * len(self._parts)
         async with AsyncExitStack() as stack:
             for group, cache, table in self._shares(send.tables):
@@ -217,7 +217,7 @@ class Transfers:
             if one.error is not None:
                 raise one.error
 
-    async def _push_kept(self, send: Send, kept: Kept) -> None:
+    async def _push_kept(self, send: SendOrder, kept: Kept) -> None:
         try:
             async with asyncio.timeout(self._settings.lease_s):
                 offers = await kept.offers

@@ -21,7 +21,7 @@ from kvxfer.errors import DaemonUnavailable, KvxferError
 from kvxfer.integrations.vllm.caches import Caches
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import Rank
-from kvxfer.integrations.vllm.results import Batch, Results
+from kvxfer.integrations.vllm.results import ResultBatch, Results
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.transfers import Transfers
 
@@ -160,7 +160,7 @@ class Worker:
         if self._streaming and self._transfers is not None:
             self._call(self._transfers.layer_ready, name)
 
-    def finished(self, request_ids: set[str]) -> Batch:
+    def finished(self, request_ids: set[str]) -> ResultBatch:
         """These requests are over in the engine; what has ended here since the last step."""
         if request_ids and self._transfers is not None:
             self._call(self._transfers.stop, set(request_ids))

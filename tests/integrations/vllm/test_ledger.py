@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.integrations.vllm.ledger import Engine, Ledger, Request, difference
+from kvxfer.integrations.vllm.ledger import EngineInfo, Ledger, Request, difference
 from kvxfer.integrations.vllm.orders import Receive
 from kvxfer.integrations.vllm.params import Rank, Remote
 from kvxfer.integrations.vllm.settings import Settings
@@ -19,7 +19,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 def ledger(*, workers: int = 1, reached: bool = True, **how: Any) -> Ledger:
     roles = {"produces": how.pop("produces", True), "consumes": how.pop("consumes", True)}
     compatibility = how.pop("compatibility", "model=a;vllm=1")
-    engine = Engine(id="p", compatibility=compatibility, block_tokens=(32,), workers=workers, **roles)
+    engine = EngineInfo(id="p", compatibility=compatibility, block_tokens=(32,), workers=workers, **roles)
     made = Ledger(Settings.of(how), engine)
     if reached:
         made.reached(dict.fromkeys(range(workers), RANK))

@@ -13,7 +13,7 @@ def test_what_ended_is_taken_once() -> None:
     found.sent("c")
     batch = found.take()
     assert (batch.received, batch.failed, batch.failed_blocks, batch.sent) == ({"a", "b"}, {"b"}, {1, 2}, {"c"})
-    assert found.take() == results.Batch()
+    assert found.take() == results.ResultBatch()
 
 
 def test_records_of_workers_are_merged() -> None:

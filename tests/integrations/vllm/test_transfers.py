@@ -16,9 +16,9 @@ from kvxfer.client import Client
 from kvxfer.geometry import BlockTable
 from kvxfer.integrations.tensors import TensorCache
 from kvxfer.integrations.vllm.caches import Part
-from kvxfer.integrations.vllm.orders import Orders, Receive, Send, Stream, Table
+from kvxfer.integrations.vllm.orders import Orders, Receive, SendOrder, Stream, Table
 from kvxfer.integrations.vllm.params import Meeting, Remote
-from kvxfer.integrations.vllm.results import Batch, Results
+from kvxfer.integrations.vllm.results import ResultBatch, Results
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.transfers import Transfers
 from tests.conftest import slack
@@ -39,7 +39,7 @@ class Side:
     results: Results
     part: Part
 
-    async def ended(self, what: Callable[[Batch], set[str]], request_id: str, limit: float = 10.0) -> Batch:
+    async def ended(self, what: Callable[[ResultBatch], set[str]], request_id: str, limit: float = 10.0) -> ResultBatch:
         """Wait for a word about a request."""
         end = asyncio.get_running_loop().time() + limit * slack()
         while True:
@@ -96,8 +96,8 @@ def receive(side: Side, mode: str = "pull") -> dict[str, Receive]:
     return {"d-1": Receive(remote=remote(side, mode), tables=(THERE,))}
 
 
-def send(mode: str = "pull") -> dict[str, Send]:
-    return {"p-1": Send(tables=(HERE,), mode=mode)}
+def send(mode: str = "pull") -> dict[str, SendOrder]:
+    return {"p-1": SendOrder(tables=(HERE,), mode=mode)}
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -321,7 +321,7 @@ def _given_up_grant_kept() -> list[Change]:
 
 def _given_up_landing_made() -> list[Change]:
     """Who gives up a landing while its memory is allocated gets it all the same."""
-    return [(StagingPool, "give_up", lambda pool, link, request: pool._queue.give_up(link, request))]
+    return [(StagingPool, "give_up", lambda pool, link, request: pool._line.give_up(link, request))]
 
 
 MUTATIONS: Mapping[str, Callable[[], list[Change]]] = {
