@@ -314,6 +314,17 @@ def c_names(path: str, text: str) -> list[str]:
     ]
 
 
+def c_includes(path: str, text: str) -> list[str]:
+    """A transport includes no header of another one: what several need is in the core."""
+    layer = path.split("/")[-2]
+    others = {name for name in TRANSPORT_WORDS if name != layer} if layer in TRANSPORT_WORDS else set()
+    return [
+        at(path, number, f"includes {found[1]}/{found[2]}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := re.match(r'#include "(\w+)/([\w.]+)"', line)) and found[1] in others
+    ]
+
+
 def c_names_twice(texts: Mapping[str, str]) -> list[str]:
     """Functions of one name in two files."""
     first: dict[str, str] = {}

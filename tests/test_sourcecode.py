@@ -228,6 +228,7 @@ def test_names_of_native_functions() -> None:
     assert len(found) > 800, "the definitions are found"
     none_wrong([wrong for path, text in texts.items() for wrong in rules.c_names(path, text)])
     none_wrong(rules.c_names_twice(texts))
+    none_wrong([wrong for path, text in texts.items() for wrong in rules.c_includes(path, text)])
 
 
 def test_every_file_says_what_it_is_for() -> None:
@@ -374,6 +375,7 @@ BAD = [
     (on_text(rules.c_names, "tcp/tcp_conn.c"), "void kvx_open(void) {\n}\n"),
     (on_text(rules.c_names, "core/ring.h"), "static inline int ring_size(void) {\n}\n"),
     (on_text(rules.c_names, "x/load.cc"), "namespace a {\nnamespace {\nvoid take(int a) noexcept {\n}\n}\n}\n"),
+    (on_text(rules.c_includes, "native/hixl/hixl_peer.c"), '#include "tcp/tcp.h"\n'),
     (lambda text: rules.c_names_twice({"a.c": text, "b.c": text}), "static int a_f(void) {\n}\n"),
     (lambda text: rules.class_names_twice({"a.py": text, "b.py": text}), "class A: ...\n"),
     (on_text(rules.says_what_it_is_for), "import os\n"),
@@ -405,6 +407,7 @@ GOOD = [
         "static void tcp_conn_f(void) {\n    if (x) {\n    }\n}\nint kvx_tcp_f(int a) {\n}\n",
     ),
     (on_text(rules.c_names, "tcp/transport_tcp.c"), "__attribute__((cold)) static bool tcp_open(int a) {\n}\n"),
+    (on_text(rules.c_includes, "native/hixl/hixl_peer.c"), '#include "core/table.h"\n#include <netinet/tcp.h>\n'),
     (lambda text: rules.c_names_twice({"a.c": text}), "#if X\nint a_f(void) {\n}\n#else\nint a_f(void) {\n}\n#endif\n"),
     (on_text(rules.machine_paths), "exec /usr/bin/env; frame/work/unit; ~/work"),
     (lambda path: rules.mirrored(path, {"kvxfer/wire/session.py"}, ()), "tests/wire/test_session.py"),
