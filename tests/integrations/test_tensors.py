@@ -367,3 +367,29 @@ async def test_keys_and_values_in_allocations_of_their_own_are_pushed_pulled_and
                     for begin, to, length in batch.segments.tolist():
                         flat[to : to + length] = landed.array[begin : begin + length]
         assert right(whole)
+
+
+async def test_groups_that_lie_over_each_other_are_one_request() -> None:
+    """Hybrid models: two groups in the same memory, with blocks of their own, published and pulled as named caches."""
+    whole, other = (np.zeros((2, BLOCKS, TOKENS, HEADS, DIM), np.float32) for _ in range(2))
+    whole[:] = np.random.default_rng(3).random(whole.shape, np.float32)
+    layers = {f"{i}": (view(whole[i // 2], whole),) for i in range(4)}
+    groups = [group("0", "2", kv_parts=1), group("1", "3", kv_parts=1)]
+    found = caches_of(layers, groups, [whole.nbytes])
+    tables = [
+        (BlockTable.of([0, 3], 8), BlockTable.of([4, 1], 8)),
+        (BlockTable.of([2], 3, 5), BlockTable.of([0], 3, 5)),
+    ]
+    tables[1] = tuple(replace(table, first_slot=1) for table in tables[1])  # type: ignore[assignment]
+    async with two_nodes(["shm"]) as (prefill, decode):
+        regions = await prefill.register(whole), await decode.register(other)
+        ours, theirs = (
+            {one.name: (kvxfer.KVCache(one.layout, region), tables[one.group][side]) for one in found}
+            for side, region in enumerate(regions)
+        )
+        async with prefill.publish("hybrid", ours) as ticket:
+            await decode.pull(ticket, theirs)
+    expected = np.zeros_like(other)
+    expected[:, [4, 1]] = whole[:, [0, 3]]
+    expected[:, 0, 1:4] = whole[:, 2, 1:4]
+    assert np.array_equal(other, expected)
