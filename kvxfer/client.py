@@ -31,7 +31,7 @@ from kvxfer.dataplane.transfer import Transfer
 from kvxfer.descriptors import ACCESS_READ, ACCESS_WRITE, U64_MAX, RemoteDescriptor
 from kvxfer.errors import AccessDenied, ClosedError, ForkedClientError, KvxferError, UsageError, WrongThread
 from kvxfer.flows.adopt import Adoption
-from kvxfer.flows.caches import Caches
+from kvxfer.flows.caches import Caches, one_cache
 from kvxfer.flows.control import Control, Reporter
 from kvxfer.flows.mail import Mailboxes, Notifications, Share, lookup_descriptor, share_region
 from kvxfer.flows.many import Group, Move, check_moves
@@ -697,7 +697,7 @@ class Client(ClientLife):
         return Landing(
             self,
             _request_id(request_id),
-            cache,
+            one_cache(cache),
             table,
             lease_s=self._lease(lease_s),
             timeout=self._timeout(timeout),
@@ -738,7 +738,7 @@ class Client(ClientLife):
             _request_id(request if ticket is None else ticket.request_id),
             to=as_node(to or ()) if ticket is None else ticket.addresses,
             ticket=ticket,
-            cache=cache,
+            cache=one_cache(cache),
             table=table,
             wait_s=seconds(wait_s, "wait_s", least=0.0),
             timeout=limit,

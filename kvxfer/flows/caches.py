@@ -58,6 +58,14 @@ def named_caches(cache: Caches, table: BlockTable | None) -> tuple[NamedCache, .
     return tuple(found)
 
 
+def one_cache(cache: object) -> KVCache:
+    """For what takes a single cache."""
+    if not isinstance(cache, KVCache):
+        hint = "push and offer move one cache each: several are several requests; publish and pull take a mapping"
+        raise UsageError("cache must be a KVCache", field="cache", got=type(cache).__name__, hint=hint)
+    return cache
+
+
 def is_name(value: object) -> bool:
     """Whether this can be the name of a cache."""
     return isinstance(value, str) and len(value) <= NAME_CHARS_MAX

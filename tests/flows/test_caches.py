@@ -155,6 +155,11 @@ async def test_what_makes_no_sense_is_refused_before_anything_happens() -> None:
                 a.publish("r", these, beside)
             with pytest.raises(UsageError):
                 await a.pull("no ticket", these, beside)
+        for these in (source, None):
+            with pytest.raises(UsageError, match="must be a KVCache"):
+                a.push("r", to=b.addresses, cache=these, table=table)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="must be a KVCache"):
+                a.offer("r", these, table)  # type: ignore[arg-type]
         async with a.publish("r", source) as ticket:
             sink = (await caches(b, THERE, FULL))[FULL]
             with pytest.raises((UsageError, RegionBusy)):  # one byte cannot be two things
