@@ -120,7 +120,7 @@ test: system-packages check-static ## checks, the suite in three event loop mode
 	echo "== all passed"
 
 # torch and transformers have an environment of their own (1.2 GB). kvxfer is there by its path, as it was built here.
-TORCH_TESTS := tests/integrations/test_torch.py tests/integrations/test_real_model.py
+TORCH_TESTS := tests/integrations/test_torch.py tests/integrations/test_real_model.py tests/integrations/vllm/test_caches.py
 $(TORCH_VENV)/.installed: requirements/torch.txt
 	@echo "== making $(TORCH_VENV)"
 	@$(PYTHON) -m venv $(TORCH_VENV)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+import uvloop
 
 from kvxfer.client import Client
 from kvxfer.config import load
@@ -24,10 +25,12 @@ from kvxfer.integrations.vllm.params import Rank
 from kvxfer.integrations.vllm.results import ResultBatch, Results
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.transfers import Transfers
+from kvxfer.memory.numa import threads_at
 
 logger = logging.getLogger("vllm.kvxfer")
 
 START_S = 10.0  # how long the engine waits at its start for the daemon
+MEMORY_S = 120.0  # and then for its memory to be known to it
 RETRY_S = 0.5
 STOP_S = 10.0
 PROBE_AFTER_S = 30.0
@@ -38,13 +41,16 @@ class Worker:
 
     def __init__(self, settings: Settings, *, channel: str, rank: int) -> None:
         self._settings = settings
+        # Raises `ConfigError` here, so that the engine does not start with options that nobody knows.
+        self._config = load(flags={"engine_cpus": "all", **settings.options}).config
         self._channel = channel
         self._rank = rank
         self._results = Results()
         self._caches: Caches | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        self._known = threading.Event()
+        self._linked = threading.Event()  # the daemon is there
+        self._known = threading.Event()  # the caches are reachable
         self._thread: threading.Thread | None = None
         self._transfers: Transfers | None = None
         self._reached: Rank | None = None
@@ -58,27 +64,25 @@ class Worker:
         self._caches = caches
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvxfer")
         self._thread.start()
-        if not self._known.wait(START_S):
+        ready = self._known.wait(START_S) or (self._linked.is_set() and self._known.wait(MEMORY_S))
+        if not ready:
             logger.warning("no daemon of kvxfer serves this node yet; this engine goes on without one until it does")
 
     def _run(self) -> None:
-        # The engine pins its threads to cores of its own; this one would be pinned to the same core as the model.
-        with_all = os.sched_getaffinity(1) if os.access("/proc/1", os.R_OK) else os.sched_getaffinity(0)
-        try:
-            os.sched_setaffinity(0, with_all)
-        except OSError as error:
-            logger.debug("this thread stays on the cores of the engine: %s", error)
-        asyncio.run(self._live())
+        # The engine pins its threads to cores of its own; this one would run on the same core as the model.
+        with threads_at(self._config.engine_cpus), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._live())
 
     async def _live(self) -> None:
         self._loop = asyncio.get_running_loop()
+        told = ""
         while not self._ended.is_set():
             try:
                 await self._serve()
-            except DaemonUnavailable as error:
-                logger.debug("no daemon yet: %s", error)
             except KvxferError as error:
-                logger.error("kvxfer cannot be used: %s", error)
+                if str(error) != told:
+                    logger.warning("kvxfer cannot be used yet: %s", error)
+                told = str(error)
             try:
                 async with asyncio.timeout(RETRY_S):
                     await self._ended.wait()
@@ -88,8 +92,8 @@ class Worker:
     async def _serve(self) -> None:
         """From a daemon that is there to the end of this worker."""
         settings = self._settings
-        socket = settings.socket or None
-        async with Client(socket, config=load(flags=settings.options).config, name=self._channel) as client:
+        async with Client(settings.socket or None, config=self._config, name=self._channel) as client:
+            self._linked.set()
             assert self._caches is not None
             parts = await self._caches.open(client, own_memory=settings.own_memory)
             transfers = Transfers(
