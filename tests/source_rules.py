@@ -336,17 +336,6 @@ def c_names_twice(texts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def class_names_twice(trees: Mapping[str, ast.AST]) -> list[str]:
-    """Classes of one name in two files: a search has to lead to the one place."""
-    first: dict[str, str] = {}
-    return [
-        at(path, node.lineno, f"class {node.name} is defined in {first[node.name]} too")
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and first.setdefault(node.name, path) != path
-    ]
-
-
 def says_what_it_is_for(path: str, text: str) -> list[str]:
     """Every file with code in it starts with what it is for."""
     if not text.strip():

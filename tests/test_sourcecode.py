@@ -231,10 +231,6 @@ def test_names_of_native_functions() -> None:
     none_wrong([wrong for path, text in texts.items() for wrong in rules.c_includes(path, text)])
 
 
-def test_no_class_name_is_defined_in_two_modules() -> None:
-    none_wrong(rules.class_names_twice({path: TREES[path] for path in PACKAGE}))
-
-
 def test_every_file_says_what_it_is_for() -> None:
     spoken = [path for path in [*PYTHON, *C_FILES] if path != GENERATOR_INPUT]
     none_wrong([wrong for path in spoken for wrong in rules.says_what_it_is_for(path, text_of(path))])
@@ -382,7 +378,6 @@ BAD = [
     (on_text(rules.c_includes, "native/hixl/hixl_peer.c"), '#include "tcp/tcp.h"\n'),
     (lambda text: rules.c_names_twice({"a.c": text, "b.c": text}), "static int a_f(void) {\n}\n"),
     (lambda text: rules.class_names_twice({"a.py": text, "b.py": text}), "class A: ...\n"),
-    (lambda text: rules.class_names_twice({"a.py": ast.parse(text), "b.py": ast.parse(text)}), "class Part: ..."),
     (on_text(rules.says_what_it_is_for), "import os\n"),
     (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
     (on_text(rules.unfinished_work), "# TO" + "DO later"),
@@ -414,7 +409,6 @@ GOOD = [
     (on_text(rules.c_names, "tcp/transport_tcp.c"), "__attribute__((cold)) static bool tcp_open(int a) {\n}\n"),
     (on_text(rules.c_includes, "native/hixl/hixl_peer.c"), '#include "core/table.h"\n#include <netinet/tcp.h>\n'),
     (lambda text: rules.c_names_twice({"a.c": text}), "#if X\nint a_f(void) {\n}\n#else\nint a_f(void) {\n}\n#endif\n"),
-    (lambda text: rules.class_names_twice({"a.py": ast.parse(text)}), "class A: ...\nclass A(B): ..."),
     (on_text(rules.machine_paths), "exec /usr/bin/env; frame/work/unit; ~/work"),
     (lambda path: rules.mirrored(path, {"kvxfer/wire/session.py"}, ()), "tests/wire/test_session.py"),
     (lambda path: rules.mirrored(path, set(), ("adversity/",)), "tests/adversity/test_kill.py"),
