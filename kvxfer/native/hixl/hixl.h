@@ -1,5 +1,5 @@
 /* hixl.h: private to the hixl transport (transport_hixl.c hixl_side.c hixl_owner.c hixl_peer.c hixl_device.c
- * hixl_link.c hixl_map.c hixl_queue.c hixl_xfer.c; hixl_state.c, hixl_pace.c and hixl_location.c are pure).
+ * hixl_link.c hixl_map.c hixl_queue.c hixl_xfer.c; hixl_state.c, hixl_backoff.c and hixl_location.c are pure).
  *
  * Two ways lead to a peer. The side link is a TCP connection of ours with the framing and the key proofs of stream.h:
  * it says where a grant lies, takes it back, announces what arrived, and answers when asked whether its process is
@@ -19,7 +19,7 @@
 #include <sys/socket.h>
 
 #include "ascend/ascend.h"
-#include "hixl/hixl_pace.h"
+#include "hixl/hixl_backoff.h"
 #include "hixl/hixl_state.h"
 #include "core/newcomers.h"
 #include "core/sockets.h"
@@ -142,7 +142,7 @@ struct hixl_link {
     int32_t physical;              /* the other side's device */
     uint64_t epoch, heard;         /* of the latest LOCATION with this name: only its process is there */
     hixl_machine machine;
-    hixl_pace pace;
+    hixl_backoff backoff;
     struct hixl_call *call;                 /* that is out */
     uint32_t raw;                           /* what the library answered when the link failed last; 0 = nothing */
     uint64_t local_version, remote_version; /* of memory that the connection knows */

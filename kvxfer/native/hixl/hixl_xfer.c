@@ -2,7 +2,7 @@
  *
  * Each link serves its ops in turns of one batch, up to a window of bytes, so that a small op does not wait for a large
  * one and a cancel has only so much to wait for. There is no completion to sleep on: while something is under way the
- * thread asks for the oldest batches when hixl_pace.h expects them to be done.
+ * thread asks for the oldest batches when hixl_backoff.h expects them to be done.
  *
  * An op that is to end (cancelled, taken back, its peer gone) submits no more and waits for what is under way; when
  * that takes too long, or a batch failed, its link is disconnected, and the op ends when the disconnect has returned.
@@ -468,9 +468,9 @@ static void hixl_xfer_progress_link(hixl_link *link, uint64_t now_ms, bool look)
         }
     }
     if (link->machine.state == HIXL_UP) {
-        kvx_hixl_pace_looked(&link->pace, hixl_xfer_now_ns(), completed, link->live_bytes);
+        kvx_hixl_backoff_polled(&link->backoff, hixl_xfer_now_ns(), completed, link->live_bytes);
     } else {
-        kvx_hixl_pace_forget(&link->pace);
+        kvx_hixl_backoff_forget(&link->backoff);
     }
 }
 
@@ -496,7 +496,7 @@ static uint64_t hixl_xfer_backoff_ns(const hixl_device *device) {
     uint64_t least_ns = 0;
     for (const hixl_link *link = device->links; link != NULL && device->batches != 0; link = link->next) {
         if (link->live != 0 && link->machine.state == HIXL_UP) {
-            least_ns = hixl_xfer_earlier(least_ns, kvx_hixl_pace_next(&link->pace));
+            least_ns = hixl_xfer_earlier(least_ns, kvx_hixl_backoff_next(&link->backoff));
         }
     }
     return least_ns;
@@ -544,7 +544,7 @@ int kvx_hixl_device_progress(hixl_device *device, int timeout_ms) {
         hixl_xfer_progress_link(link, now_ms, woken);
     }
     device->only_looks &= !device->moved;
-    kvx_hixl_budget_looked(&device->budget, hixl_xfer_now_ns(), device->batches != 0);
+    kvx_hixl_budget_polled(&device->budget, hixl_xfer_now_ns(), device->batches != 0);
     return device->moved;
 }
 

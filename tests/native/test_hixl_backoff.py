@@ -31,7 +31,7 @@ class Known(ctypes.Structure):
 class Raw(ctypes.Structure):
     _fields_ = (
         ("begun_ns", ctypes.c_uint64),
-        ("looked_ns", ctypes.c_uint64),
+        ("polled_ns", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("known", Known * CLASSES),
     )
@@ -39,7 +39,7 @@ class Raw(ctypes.Structure):
 
 class Budget(ctypes.Structure):
     _fields_ = (
-        ("looked_ns", ctypes.c_uint64),
+        ("polled_ns", ctypes.c_uint64),
         ("credit_ns", ctypes.c_int64),
         ("cost_ns", ctypes.c_uint64),
         ("begun", ctypes.c_bool),
@@ -48,8 +48,8 @@ class Budget(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = compiled(tmp_path_factory.mktemp("pace"), "hixl_pace")
-    loaded.kvx_hixl_pace_next.restype = ctypes.c_uint64
+    loaded = compiled(tmp_path_factory.mktemp("pace"), "hixl_backoff")
+    loaded.kvx_hixl_backoff_next.restype = ctypes.c_uint64
     loaded.kvx_hixl_budget_pause.restype = ctypes.c_uint64
     return loaded
 
@@ -65,9 +65,9 @@ class Link:
     def looked(self, completed: bool, live: int) -> int:
         """Nanoseconds until the next look."""
         raw, budget = ctypes.byref(self.raw), ctypes.byref(self.budget)
-        self.library.kvx_hixl_pace_looked(raw, ctypes.c_uint64(self.now), completed, ctypes.c_uint64(live))
-        self.library.kvx_hixl_budget_looked(budget, ctypes.c_uint64(self.now), live != 0)
-        wanted = int(self.library.kvx_hixl_pace_next(raw))
+        self.library.kvx_hixl_backoff_polled(raw, ctypes.c_uint64(self.now), completed, ctypes.c_uint64(live))
+        self.library.kvx_hixl_budget_polled(budget, ctypes.c_uint64(self.now), live != 0)
+        wanted = int(self.library.kvx_hixl_backoff_next(raw))
         pause = int(self.library.kvx_hixl_budget_pause(budget, ctypes.c_uint64(wanted)))
         assert pause >= wanted
         assert pause == wanted or self.budget.credit_ns < self.cost, "it was permitted"
@@ -201,6 +201,6 @@ def test_what_was_broken_off_teaches_nothing(library: ctypes.CDLL) -> None:
         link.transfer(4 * MS)
     link.looked(False, MIB)
     link.now += MS // 10
-    library.kvx_hixl_pace_forget(ctypes.byref(link.raw))
+    library.kvx_hixl_backoff_forget(ctypes.byref(link.raw))
     link.looked(True, 0)
     assert link.transfer(4 * MS)[1] <= 4
