@@ -368,6 +368,9 @@ class Config:
     lease_s_max: float = _seconds(3600, 1, 604800, "Longest life of an offer or ticket.")
     wait_s_max: float = _seconds(3600, 0.1, 86400, "Longest time that a claim may wait for its posting.")
     timeout_s: float = _seconds(30, 0.01, 86400, "Deadline of a call that names none.")
+    daemon_wait_s: float = _seconds(
+        2, 0, 86400, "How long a call waits while this node's daemon is gone. Then DaemonUnavailable; 0: at once."
+    )
     connect_s: float = _seconds(5, 0.05, 300, "Deadline of a connection attempt.")
     handshake_s: float = _seconds(5, 0.05, 60, "Deadline of the handshake on a new connection.")
     keepalive_s: float = _seconds(10, 0.05, 300, "A silent connection is probed after this time.")

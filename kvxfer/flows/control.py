@@ -270,15 +270,21 @@ class Control:
                 _tell(handle.on_event, event)
 
     async def link(self, deadline: Deadline) -> Link:
-        """The live link, waiting for a reconnect within the deadline."""
+        """The live link. While there is none it waits for a reconnect: `daemon_wait_s`, and within the deadline.
+
+        Raises `DaemonUnavailable` (retryable) when the daemon did not come back, `ClosedError`.
+        """
         if self._link is None and not self._closed:
+            limit = min(deadline.remaining(), self._config.daemon_wait_s)
             try:
-                async with asyncio.timeout(deadline.remaining()):
+                async with asyncio.timeout(limit):
                     await self._up.wait()
             except TimeoutError as late:
-                hint = "is `kvxfer serve` running on this node?"
                 raise DaemonUnavailable(
-                    "the local daemon is not reachable", peer=self._path, hint=hint, state=CONNECTING
+                    f"the local daemon is gone and did not come back in {limit:.3g} s",
+                    peer=self._path,
+                    hint="is `kvxfer serve` running on this node? `daemon_wait_s` is how long a call waits for it",
+                    state=CONNECTING,
                 ) from late
         if self._closed:
             raise ClosedError("the client is closed")

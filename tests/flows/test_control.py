@@ -70,6 +70,31 @@ async def test_after_a_restart_what_was_unclaimed_is_posted_again_and_found(tmp_
             await landing.wait()
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.1])
+async def test_a_call_waits_for_a_daemon_that_is_gone_as_long_as_configured(tmp_path: Path, wait_s: float) -> None:
+    """Not for its whole timeout: an engine has no loop to lose on a daemon that is not there."""
+    async with node(tmp_path, daemon_wait_s=wait_s, timeout_s=600.0) as one:
+        source = await make_cache(one.client, small_geometry(), 8)
+        table = scattered(1, 8, 40, 16)
+        await one.server.aclose()
+        await until(lambda: not one.client.control.connected)
+        for call in (
+            lambda: one.client.lookup("weights"),
+            lambda: one.client.send((), "channel", b"data"),
+            lambda: one.client.offer("r", source, table).__aenter__(),
+            lambda: one.client.publish("r", source, table).__aenter__(),
+            lambda: one.client.push("r", to=("127.0.0.1:1",), cache=source, table=table).__aenter__(),
+        ):
+            with pytest.raises(DaemonUnavailable, match="daemon_wait_s") as caught:
+                await call()
+            assert caught.value.retryable
+        one.server = Server(one.config)
+        await one.server.__aenter__()
+        await until(lambda: one.client.control.connected)
+        with pytest.raises(KvxferError, match="weights"):
+            await one.client.lookup("weights")
+
+
 async def test_names_are_posted_again_even_when_somebody_has_looked_them_up(tmp_path: Path) -> None:
     async with node(tmp_path) as one:
         region = await one.client.alloc(64)
