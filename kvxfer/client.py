@@ -481,7 +481,14 @@ class Client(ClientLife):
 
         ``priority``: "critical", "normal" or "bulk", in every call that moves bytes. What is more urgent, and within
         one priority what is short (up to 4 MiB), goes first on its way to a peer; whatever goes first, the others
-        keep moving. Another word is a `UsageError`.
+        keep moving.
+
+        Offsets and lengths are bytes, ``timeout`` seconds (None: `timeout_s`).
+
+        Raises: at the call `UsageError` (an argument, another word as priority), `AccessDenied` (the descriptor gives
+        no right to write), `OutOfRange`, `UnknownRegion`, `ClosedError`; from ``await`` what became of the transfer:
+        `TransferTimeout` or `Stalled`, `PeerUnreachable`, `PeerLost`, `StaleDescriptor`, `Revoked`,
+        `PeerBackpressure` (too many operations wait for this peer), `IntegrityError` (where checksums are on).
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
             raise _bad_notify(notify)
@@ -499,7 +506,12 @@ class Client(ClientLife):
         timeout: float | None = None,
         priority: str = "normal",
     ) -> Transfer:
-        """Read from the memory that ``source`` describes, from ``source_offset`` on, into ``target``."""
+        """Read from the memory that ``source`` describes, from byte ``source_offset`` on, into all of ``target``.
+
+        Awaiting the transfer resolves when ``target`` holds the bytes; ``timeout`` and ``priority`` are as in `put`.
+
+        Raises: what `put` raises; `AccessDenied` when the descriptor gives no right to read.
+        """
         plane = self.plane
         part = self._part(plane, OpKind.GET, target, source, source_offset)
         urgency = Priority.NORMAL if priority == "normal" else Priority.of(priority)
@@ -641,17 +653,33 @@ class Client(ClientLife):
     # -- nodes, names, messages -------------------------------------------------------------------------------
 
     async def connect(self, node: Node, *, timeout: float | None = None) -> Peer:
-        """Reach a node now (so that the first transfer does not have to) and return a handle for it."""
+        """Reach a node now (so that the first transfer does not have to) and return a handle for it.
+
+        ``node``: one address ``host:port`` of its daemon, or several of the same one, best first.
+
+        Raises: `UsageError` (an address), `PeerUnreachable`, `TransferTimeout` after ``timeout`` seconds,
+        `DaemonUnavailable` when the own daemon is down.
+        """
         peer = Peer(self, as_node(node))
         await peer.ping(timeout=timeout)
         return peer
 
     async def send(self, node: Node, channel: str, data: bytes, *, timeout: float | None = None) -> None:
-        """Put a small message into a channel of another node's mailbox; returns when it is there."""
+        """Put a small message into a channel of another node's mailbox; returns when it is there.
+
+        ``data`` has at most `mail_bytes_max` bytes.
+
+        Raises: `UsageError` (type, size, channel), `BusyError` (nobody listens there and the mailbox is full),
+        `PeerBackpressure` (too many are on their way), `PeerUnreachable`, `TransferTimeout`.
+        """
         await self._boxes.send(as_node(node), channel, data, self.deadline(timeout))
 
     async def recv(self, channel: str, *, timeout: float | None = None) -> bytes:
-        """The next message of a channel of this node."""
+        """The next message of a channel of this node.
+
+        Raises: `TransferTimeout` after ``timeout`` seconds, `BusyError` when another worker listens on this channel,
+        `UsageError` (its name), `ClosedError`.
+        """
         return await self._boxes.recv(channel, self.deadline(timeout))
 
     async def share(
@@ -663,13 +691,24 @@ class Client(ClientLife):
         lease_s: float | None = None,
         timeout: float | None = None,
     ) -> Share:
-        """Give a region a name under which other nodes find its descriptor (`lookup`)."""
+        """Give a region a name (1 to 256 characters) under which other nodes find its descriptor (`lookup`).
+
+        ``access`` is "r", "w" or "rw"; ``lease_s`` seconds (None: `lease_s` of the configuration) until the name
+        ends unless it is renewed.
+
+        Raises: `UsageError` (the name, or one that is in use on this node), `UnknownRegion`, `TransferTimeout`,
+        `DaemonUnavailable`.
+        """
         return await share_region(self, region, name, access, self._lease(lease_s), self.deadline(timeout))
 
     async def lookup(
         self, name: str, *, node: Node = (), wait_s: float = 0.0, timeout: float | None = None
     ) -> RemoteDescriptor:
-        """The descriptor that a node shares under ``name``, waiting up to ``wait_s`` for it to appear."""
+        """The descriptor that a node (none: this one) shares under ``name``, waiting up to ``wait_s`` seconds for it.
+
+        Raises: `UnknownTransfer` when nothing has this name in time, `PeerUnreachable`, `ProtocolError` (the answer
+        is no descriptor), `TransferTimeout`, `UsageError`.
+        """
         wait_s = seconds(wait_s, "wait_s", least=0.0)
         return await lookup_descriptor(self, as_node(node), name, wait_s, self.deadline(timeout))
 
@@ -693,6 +732,12 @@ class Client(ClientLife):
         is committed when they cover every byte. ``sources``: how many there will be at most, so that what is missing
         then is an error at once and not at the deadline. With ``private`` the offer is found by its ticket only
         (`Landing.ticket`): no other client can fill it, or be in its way, by using the same id.
+
+        ``request_id`` has 1 to 256 characters; ``lease_s`` and ``timeout`` are seconds (None: the configuration's).
+
+        Raises: here `UsageError` and `OutOfRange` (the table), on entering `RegionBusy` (a flow uses some of these
+        blocks), `UsageError` (the id is offered already), `DaemonUnavailable`; while waiting `LeaseExpired`,
+        `PeerLost`, `Incomplete`, `TransferTimeout` or `Stalled`, `TransferCancelled`, `ProtocolError`.
         """
         return Landing(
             self,
@@ -725,7 +770,12 @@ class Client(ClientLife):
         another push writes already is an `OverlapError`, nothing in common a `GeometryMismatch`.
 
         With ``land=True`` no offer is needed: the bytes land in the pool of that node's daemon, and a worker there
-        takes them over with `adopt`. A full pool is a `BusyError`, at once or after ``wait_s`` in line.
+        takes them over with `adopt`. A full pool is a `BusyError`, at once or after waiting ``wait_s`` seconds.
+
+        Raises: here `UsageError`; on entering `UnknownTransfer` (nothing was offered in ``wait_s`` seconds),
+        `LeaseExpired`, `GeometryMismatch`, `OverlapError`, `PeerUnreachable`, `BusyError`; then, from `Push.layer` and
+        from leaving the block, `PeerLost`, `TransferTimeout` or `Stalled`, `TransferCancelled`, and `UsageError` when
+        layers are missing at the end.
         """
         limit = self._timeout(timeout)
         if wait_s is None:
@@ -765,6 +815,10 @@ class Client(ClientLife):
         A consumer that died, failed or was cancelled counts like one that has read: when the last one has ended, so has
         the publication, and its blocks are free. With ``retryable=True`` only those who have read or released it count,
         and others may come in place of the rest until the lease ends. ``timeout``: for the ticket to be made.
+
+        Raises: here `UsageError` (the id, the consumers); on entering `UsageError` and `OutOfRange` (the table),
+        `UnknownRegion`, `DaemonUnavailable`, `TransferTimeout`. `Publication.outcome` is how it ended,
+        and ``error`` why.
         """
         return Publication(
             self,
@@ -798,6 +852,11 @@ class Client(ClientLife):
         as it becomes complete. Raises `GeometryMismatch`, and moves nothing, when a part of the blocks is held by none
         of the tickets. When one source fails the pull has failed: ``fields["ticket"]`` of its error is the ticket's
         place in the list.
+
+        Raises: `GeometryMismatch`; `UsageError` and `OutOfRange` (the table); `RegionBusy` (a flow uses some of these
+        blocks); `UnknownTransfer`, `LeaseExpired` or `PeerIncarnationMismatch` (a ticket that is over);
+        `PeerUnreachable`, `PeerLost`, `TransferTimeout` or `Stalled`, `IntegrityError`. The blocks then hold what had
+        arrived, and stay in quarantine until no byte of the pull can move.
         """
         limit = self._timeout(timeout)
         urgency = Priority.of(priority)
@@ -808,6 +867,8 @@ class Client(ClientLife):
         """Decode: this ticket will not be fetched after all (queue full, request too long): its publisher may go on.
 
         Counts as one consumer, however often it is called; does nothing when the ticket is over already.
+
+        Raises: `UsageError` (no ticket), `PeerUnreachable`, `TransferTimeout`, `DaemonUnavailable`.
         """
         found = as_ticket(ticket)
         if found.posting in self._released:
@@ -822,7 +883,13 @@ class Client(ClientLife):
             raise
 
     def adopt(self, request_id: str, *, wait_s: float | None = None, timeout: float | None = None) -> Adoption:
-        """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied."""
+        """Take over a request that landed in this node's daemon: its memory is mapped and read in place, not copied.
+
+        ``wait_s``: how many seconds to wait for it to land (None: as long as ``timeout``).
+
+        Raises: on entering `UnknownTransfer` (nothing landed in time), `PeerUnreachable`, `TransferTimeout`; from
+        `Adoption.array` and from leaving the block `PeerLost` when the daemon took it back or died.
+        """
         limit = self._timeout(timeout)
         wait = limit if wait_s is None else seconds(wait_s, "wait_s", least=0.0)
         return Adoption(self, _request_id(request_id), wait_s=wait, timeout=limit)

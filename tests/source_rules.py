@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PYTHON_FILE_LINES_MAX = 1000
@@ -355,6 +355,18 @@ def class_names_twice(texts: Mapping[str, str]) -> list[str]:
         for path, text in sorted(texts.items())
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef) and homes.setdefault(node.name, path) != path
+    ]
+
+
+def errors_not_named(path: str, text: str, class_name: str, methods: Collection[str]) -> list[str]:
+    """Methods that users call say in their docstring what they raise."""
+    return [
+        at(path, node.lineno, f"{class_name}.{node.name} does not say what it raises")
+        for owner in ast.walk(ast.parse(text))
+        if isinstance(owner, ast.ClassDef) and owner.name == class_name
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in methods
+        if "Raises" not in (ast.get_docstring(node) or "")
     ]
 
 

@@ -112,6 +112,25 @@ def tracked() -> list[str]:
 FILES = tracked()
 PYTHON = [path for path in FILES if path.endswith(".py")]
 PACKAGE = [path for path in PYTHON if path.startswith("kvxfer/")]
+VERBS = frozenset(
+    [
+        "alloc",
+        "register_many",
+        "put",
+        "get",
+        "connect",
+        "send",
+        "recv",
+        "share",
+        "lookup",
+        "offer",
+        "push",
+        "publish",
+        "pull",
+        "release",
+        "adopt",
+    ]
+)
 GENERATOR_INPUT = "kvxfer/native/api.csrc.c"  # copied into the generated file as it is
 C_FILES = [path for path in FILES if path.endswith((".c", ".h", ".cc"))]
 
@@ -238,6 +257,11 @@ def test_every_file_says_what_it_is_for() -> None:
 
 def test_a_class_name_is_defined_in_one_module() -> None:
     none_wrong(rules.class_names_twice({path: text_of(path) for path in PACKAGE}))
+
+
+def test_the_verbs_of_a_client_say_what_they_raise() -> None:
+    path = "kvxfer/client.py"
+    none_wrong(rules.errors_not_named(path, text_of(path), "Client", VERBS))
 
 
 def test_no_unfinished_work_and_no_machine_paths() -> None:
@@ -378,6 +402,10 @@ BAD = [
     (on_text(rules.c_includes, "native/hixl/hixl_peer.c"), '#include "tcp/tcp.h"\n'),
     (lambda text: rules.c_names_twice({"a.c": text, "b.c": text}), "static int a_f(void) {\n}\n"),
     (lambda text: rules.class_names_twice({"a.py": text, "b.py": text}), "class A: ...\n"),
+    (
+        lambda text: rules.errors_not_named("a.py", text, "Client", {"put"}),
+        'class Client:\n    def put(self):\n        """Writes."""\n',
+    ),
     (on_text(rules.says_what_it_is_for), "import os\n"),
     (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
     (on_text(rules.unfinished_work), "# TO" + "DO later"),

@@ -141,14 +141,14 @@ class UnexpectedCounts:
         self.on_add: Callable[[], None] | None = None
 
     def add(self, kind: str, reason: str) -> None:
-        """One more."""
+        """Count one that was dropped, and call `on_add`."""
         self.counts[kind, reason] += 1
         if self.on_add is not None:
             self.on_add()
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """How many were dropped, of every type and for every reason."""
         return sum(self.counts.values())
 
 
