@@ -14,14 +14,15 @@ pytestmark = pytest.mark.full
 TOKENS = 12
 
 
-def run(**how: Any) -> dict[str, float]:
+def run(*, held_s: float = 1.0, **how: Any) -> dict[str, float]:
     """Six requests through a pair of engines say what the undivided engine says; the measurements of decode."""
     asked = prompts(6, seed=31)
     with tempfile.TemporaryDirectory(prefix="kvxv-") as place, pair(Path(place), **how) as engines:
         wanted = engines.reference(asked, TOKENS)
         got = engines.decode.run(asked, TOKENS, engines.prefilled(asked))
         assert [one["tokens"] for one in got] == wanted
-        engines.nothing_is_held()
+        engines.decode.no_block_is_held()
+        engines.prefill.no_block_is_held(held_s)
         return engines.decode.metrics()
 
 
@@ -44,7 +45,8 @@ def test_blocks_of_other_sizes_are_refused_or_right() -> None:
 
 
 def test_a_node_without_a_daemon_computes_alone() -> None:
-    metrics = run(decode={"extra": {"socket": "/nonexistent/kvxferd.sock"}})
+    # It can tell prefill nothing, which therefore keeps the blocks until its lease ends.
+    metrics = run(held_s=10, extra={"lease_s": 3}, decode={"extra": {"socket": "/nonexistent/kvxferd.sock"}})
     assert failures(metrics) == 6
 
 
