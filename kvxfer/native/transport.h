@@ -179,7 +179,7 @@ typedef struct kvx_transport_ops {
     int (*progress)(void *transport, uint32_t thread, int timeout_ms);
 } kvx_transport_ops;
 
-/* -- what the core offers to transports (core.c) --------------------------------------------------------------- */
+/* -- what the core offers to transports (core/) ---------------------------------------------------------------- */
 
 /* In `open`: how many progress threads this transport wants (0 = none, default 1). */
 void kvx_core_threads_set(kvx_core *core, uint32_t slot, uint32_t threads);
