@@ -55,8 +55,9 @@ def _is_hex(value: object, chars: int) -> bool:
 class RemoteDescriptor:
     """What a peer needs to reach a part of a region. Lengths in bytes, ``expires_in_s`` in seconds from receipt.
 
-    ``endpoints`` maps a transport's name to its candidate endpoints, best first; ``incarnation`` is that of the
-    owner's daemon, for people; what tells a restarted owner from an old one is ``engine_id``. ``pinned``: host memory that an accelerator's DMA reaches too.
+    ``endpoints`` maps a transport's name to its candidate endpoints, best first. ``incarnation`` is that of the owner's
+    daemon, for people; what tells a restarted owner from an old one is ``engine_id``. ``pinned``: host memory that an
+    accelerator's DMA reaches too.
     ``secrets``: of the transports that encrypt, what connecting takes beside the endpoint.
     """
 

@@ -1,4 +1,4 @@
-# The generated extension: cffi's `ffi` and the functions of api.cdef.h. Only engine.py, status.py and ascend.py import it.
+# The generated extension: cffi's `ffi` and the functions of api.cdef.h, for engine.py, status.py and ascend.py alone.
 from typing import Any
 
 ffi: Any
