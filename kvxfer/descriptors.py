@@ -53,12 +53,16 @@ def _is_hex(value: object, chars: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteDescriptor:
-    """What a peer needs to reach a part of a region. Lengths in bytes, ``expires_in_s`` in seconds from receipt.
+    """What a peer needs to reach a range of a region: a packed remote key and the addresses of its owner.
 
-    ``endpoints`` maps a transport's name to its candidate endpoints, best first. ``incarnation`` is that of the owner's
-    daemon, for people; what tells a restarted owner from an old one is ``engine_id``. ``pinned``: host memory that an
-    accelerator's DMA reaches too.
-    ``secrets``: of the transports that encrypt, what connecting takes beside the endpoint.
+    ``length`` is in bytes, ``expires_in_s`` in seconds from receipt (None: until it is revoked), ``key`` 16 bytes.
+
+    ``engine_id`` is the owner's engine, another one after each start; ``node_id`` and ``incarnation`` are its daemon's.
+    ``endpoints`` maps a transport's name to its candidate endpoints, best first. ``pinned``: host memory that an
+    accelerator's DMA reaches too. ``secrets``: of the transports that encrypt, what connecting takes beside the
+    endpoint.
+
+    Raises: `UsageError` that names the field.
     """
 
     node_id: str
@@ -100,7 +104,7 @@ class RemoteDescriptor:
             _require(fits, f"a secret must be {ENDPOINT_SECRET_BYTES} bytes", type(secret))
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of strings and numbers: survives JSON and msgpack."""
+        """The descriptor as a dict of strings and numbers, which survives JSON and msgpack. It contains the key."""
         described = {
             "v": DESCRIPTOR_VERSION,
             "node_id": self.node_id,
@@ -124,7 +128,7 @@ class RemoteDescriptor:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RemoteDescriptor:
-        """Rebuild a descriptor; anything malformed is a `UsageError` that names the field."""
+        """Rebuild a descriptor from what `to_dict` gave. Raises: `UsageError` that names the field."""
         _require(isinstance(raw, Mapping), "not a mapping", raw)
         _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"))
         try:
@@ -184,7 +188,7 @@ class Ticket:
         _require(_is_duration(self.expires_in_s), "expires_in_s", self.expires_in_s, "ticket")
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of strings and numbers for a router to carry."""
+        """The ticket as a dict of strings and numbers for a router to carry."""
         return {
             "v": DESCRIPTOR_VERSION,
             "node_id": self.node_id,
@@ -197,11 +201,12 @@ class Ticket:
         }
 
     def to_json(self) -> str:
+        """`to_dict` as JSON, without blanks."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Ticket:
-        """Rebuild a ticket; anything malformed is a `UsageError` that names the field."""
+        """Rebuild a ticket from what `to_dict` gave. Raises: `UsageError` that names the field."""
         _require(isinstance(raw, Mapping), "not a mapping", raw, "ticket")
         _require(raw.get("v") == DESCRIPTOR_VERSION, f"version must be {DESCRIPTOR_VERSION}", raw.get("v"), "ticket")
         try:
@@ -223,6 +228,7 @@ class Ticket:
 
     @classmethod
     def from_json(cls, text: str) -> Ticket:
+        """Rebuild a ticket from what `to_json` gave. Raises: `UsageError` that names the field."""
         try:
             raw = json.loads(text)
         except (ValueError, TypeError, RecursionError) as wrong:

@@ -15,7 +15,11 @@ from kvxfer.server import Server, embedded_config
 
 @asynccontextmanager
 async def local(**options: Any) -> AsyncIterator[Client]:
-    """A client with its daemon in this process: no set-up, loopback only. ``options`` are configuration values."""
+    """``async with kvxfer.local() as client``: a client with its daemon in this process; no set-up, loopback only.
+
+    ``options`` are configuration values, over the defaults of `Config.embedded`. Raises: `ConfigError` for a wrong one,
+    and what opening a `Server` and a `Client` raises.
+    """
     config = embedded_config(**options)
     async with Server(config, embedded=True) as server, Client(server.socket_path, config=config) as client:
         yield client

@@ -88,6 +88,11 @@ class Geometry:
 
     ``packing`` names a private arrangement inside the [tokens, dim] tile of one head in one block, such as transposed
     keys. "" means plain. Packed tiles move whole, and only between sides with the same packing and block size.
+
+    ``head_size`` is in elements of ``dtype``, ``block_tokens`` in tokens. The limits (`LAYERS_MAX` and so on) are ours,
+    far above any model.
+
+    Raises: `UsageError` that names the field.
     """
 
     layers: int
@@ -184,7 +189,7 @@ class Geometry:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Geometry:
-        """Rebuild a geometry; anything malformed is a `UsageError` that names the field."""
+        """Rebuild a geometry from what `to_dict` gave. Raises: `UsageError` that names the field."""
         return cls(**_take(raw, "geometry", _GEOMETRY_FIELDS))
 
 
@@ -197,7 +202,7 @@ _GEOMETRY_FIELDS = (
 def fingerprint_of(**parts: str) -> str:
     """A fingerprint of several named parts (model, revision, quantisation, rope, ...): "model=a;revision=b".
 
-    When two such fingerprints differ, the error names the part.
+    When two such fingerprints differ, the error names the part. Raises: `UsageError` for a value with ";" or "=" in it.
     """
     for name, value in parts.items():
         _require(isinstance(value, str) and ";" not in value and "=" not in value, name, "text without ; and =", value)
@@ -205,9 +210,9 @@ def fingerprint_of(**parts: str) -> str:
 
 
 def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
-    """Raise `GeometryMismatch`, naming the field and both values, unless one cache can be mapped onto the other.
+    """Check that one cache can be mapped onto the other: caches of one model, with a layer and a head in common.
 
-    They are caches of one model (`check_same_model`), and have a layer and a head in common.
+    Raises: `GeometryMismatch`, which names the field and both values; see `check_same_model`.
     """
     check_same_model(source, target, ignore_fingerprint=ignore_fingerprint)
     held = (
@@ -220,10 +225,12 @@ def check_compatible(source: Geometry, target: Geometry, *, ignore_fingerprint: 
 
 
 def check_same_model(source: Geometry, target: Geometry, *, ignore_fingerprint: bool = False) -> None:
-    """Raise `GeometryMismatch`, naming the field and both values, unless both are parts of the same cache.
+    """Check that both are parts of the same cache.
 
     Block size, layout, strides and the layers and heads held may differ. Fingerprints must be equal where both sides
     have one; ``ignore_fingerprint`` is the operator's explicit way past that.
+
+    Raises: `GeometryMismatch`, which names the field and both values.
     """
     for name in ("layers_total", "kv_parts", "kv_heads_total", "head_size", "dtype", "packing"):
         _require_equal(name, getattr(source, name), getattr(target, name))
@@ -381,17 +388,18 @@ class CacheLayout:
         return placed.offset + reach + self.geometry.head_bytes
 
     def placed(self, layer: int) -> tuple[PlacedParts, ...]:
-        """Where the parts of a layer lie, in their order: one entry, or one for each part."""
+        """Where the parts of a layer (its index in this cache) lie, in their order: one entry, or one for each part."""
         return self._placed[layer]
 
     def strides(self, layer: int) -> Strides:
-        """Bytes between neighbours along P, B, N and H of a layer, written out. Raises `UsageError` for a layer whose
-        parts have places of their own (see `placed`).
+        """Bytes between neighbours along P, B, N and H of a layer, written out.
+
+        Raises: `UsageError` for a layer whose parts have places of their own (see `placed`).
         """
         return self._whole(layer).strides
 
     def layer_end(self, layer: int) -> int:
-        """The offset in its region just behind the last byte of a layer. Raises what `strides` raises."""
+        """The offset, in bytes, in its region just behind the last byte of a layer. Raises: what `strides` raises."""
         return self._end(self._whole(layer))
 
     def _whole(self, layer: int) -> PlacedParts:
@@ -401,7 +409,7 @@ class CacheLayout:
         return placed[0]
 
     def region_bytes(self) -> dict[int, int]:
-        """How long each region that the placements name must at least be: region index → bytes."""
+        """How long each region that the placements name must at least be: index of the region to bytes."""
         needed: dict[int, int] = {}
         for one in chain.from_iterable(self._placed):
             needed[one.region] = max(needed.get(one.region, 0), self._end(one))
@@ -419,7 +427,7 @@ class CacheLayout:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CacheLayout:
-        """Rebuild a layout; anything malformed is a `UsageError` that names the field."""
+        """Rebuild a layout from what `to_dict` gave. Raises: `UsageError` that names the field."""
         found = _take(raw, "cache layout", ("geometry", "blocks", "placements"))
         rows = found["placements"]
         good = isinstance(rows, list | tuple) and len(rows) <= LAYERS_MAX
@@ -480,14 +488,17 @@ class BlockTable:
     def of(
         cls, blocks: Iterable[int], tokens: int, first_token: int = 0, *, first_slot: int | None = None
     ) -> BlockTable:
-        """A table from any iterable of block ids."""
+        """A table from any iterable of block ids.
+
+        Raises: `UsageError` for ids or numbers that are none, `TooLarge` for too many blocks.
+        """
         ids = blocks if isinstance(blocks, np.ndarray) else np.asarray(list(blocks) or np.empty(0, np.int64))
         return cls(blocks=ids, tokens=tokens, first_token=first_token, first_slot=first_slot)
 
     def slot(self, block_tokens: int, name: str = "table") -> int:
         """The slot of the first token in the first block, for blocks of so many tokens.
 
-        Raises `UsageError` when it was not given and the first token does not begin a block, `OutOfRange` when it was
+        Raises: `UsageError` when it was not given and the first token does not begin a block, `OutOfRange` when it was
         given and blocks do not have it.
         """
         if not self.tokens:
@@ -515,8 +526,10 @@ class BlockTable:
     def used(self, block_tokens: int, blocks: int, name: str = "table") -> npt.NDArray[np.int64]:
         """The blocks that hold tokens, in the order of the tokens, for a cache of so many blocks of so many tokens.
 
-        Raises `OutOfRange` for more tokens than the blocks hold and for a block that the cache does not have, and what
-        `slot` raises. ``name`` is what errors call the table.
+        Shape (n,), int64, a view. ``name`` is what errors call the table.
+
+        Raises: `OutOfRange` for more tokens than the blocks hold and for a block that the cache does not have, and what
+        `slot` raises.
         """
         field, slot = name.replace(" ", "_"), self.slot(block_tokens, name)
         limit = len(self.blocks) * block_tokens - slot
@@ -542,7 +555,7 @@ class BlockTable:
 
     def divided(self, block_tokens: int, blocks: int) -> tuple[npt.NDArray[np.int64], tuple[tuple[int, range], ...]]:
         """The blocks of which every slot has a token, ascending and each once; and those of which only some slots have:
-        (block, slots), at most the first and the last. Raises what `used` raises.
+        (block, slots), at most the first and the last. Raises: what `used` raises.
         """
         used, start = self.used(block_tokens, blocks), self.slot(block_tokens)
         stop, edges = start + self.tokens, []
@@ -569,7 +582,7 @@ class BlockTable:
         return {"runs": _runs(self.blocks), **self._fields()}
 
     def to_wire(self) -> dict[str, Any]:
-        """`to_dict` for msgpack: many blocks without any order become bytes, 4 for each, written in no time."""
+        """`to_dict` for msgpack: many blocks without any order become bytes, 4 for each, little-endian."""
         if np.count_nonzero(np.diff(self.blocks, 2)) <= BREAKS_MAX:
             return self.to_dict()
         return {"ids": self.blocks.astype("<u4").tobytes(), **self._fields()}
@@ -579,7 +592,10 @@ class BlockTable:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> BlockTable:
-        """Rebuild a table; anything malformed is a `UsageError` that names the field, too many blocks is `TooLarge`."""
+        """Rebuild a table from what `to_dict` or `to_wire` gave.
+
+        Raises: `UsageError` that names the field, `TooLarge` for too many blocks.
+        """
         how = "ids" if isinstance(raw, Mapping) and "ids" in raw else "runs"
         found = _take(raw, "block table", (how, "tokens", "first_token"))
         blocks = _from_ids(found["ids"]) if how == "ids" else _from_runs(found["runs"])

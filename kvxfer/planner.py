@@ -412,7 +412,11 @@ def whole_layer_bytes(geometry: Geometry, blocks: int) -> int:
 
 
 def contiguous_layout(geometry: Geometry, blocks: int) -> tuple[CacheLayout, int]:
-    """All layers one after the other in one region (index 0), each from a multiple of 64 bytes on; and its length."""
+    """A layout with all layers one after the other in one region (index 0), and the region's length in bytes.
+
+    Each layer begins at a multiple of 64 bytes (`CONTIGUOUS_ALIGNMENT_BYTES`, a cache line). Raises: `UsageError` for a
+    number of blocks that is out of range.
+    """
     size = whole_layer_bytes(geometry, blocks)
     step = -(-size // CONTIGUOUS_ALIGNMENT_BYTES) * CONTIGUOUS_ALIGNMENT_BYTES
     placements = tuple(LayerPlacement(offset=layer * step) for layer in range(geometry.layers))

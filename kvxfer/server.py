@@ -383,10 +383,13 @@ def embedded_config(**options: Any) -> Config:
 
 
 class Server:
-    """One node's daemon. ``embedded`` gives it a socket directory of its own, which ends with it.
+    """``async with Server(config) as server``: one node's daemon, while the block runs.
 
-    ``clock`` (monotonic seconds), ``rng`` (jitter) and ``credentials`` (by default those of the configuration) can be
-    handed in. ``async with`` raises `ConfigError` when it cannot start, and has then left nothing behind.
+    ``embedded`` gives it a socket directory of its own, which ends with it. ``clock`` (monotonic seconds), ``rng``
+    (jitter) and ``credentials`` (by default those of the configuration) can be handed in.
+
+    Raises: on entering `ConfigError` (an address that is in use, a file that cannot be read, a mistake in the options),
+    `TransportError` (the engine cannot start); nothing is left behind then.
     """
 
     def __init__(
@@ -441,7 +444,7 @@ class Server:
         await self.aclose()
 
     async def aclose(self, reason: str = "the daemon ends") -> None:
-        """Say goodbye to everybody, close everything, remove the socket. Idempotent."""
+        """End the daemon: tell every connection ``reason``, close everything, remove the socket. Idempotent."""
         self.ready, self.draining = False, True
         self._close_reason = reason
         for party in self._linked:  # all at once: each may take its time to send what is queued
@@ -452,7 +455,7 @@ class Server:
         """Take nothing new, withdraw what nobody claimed, and wait up to `drain_s` for live claims to end.
 
         What has not ended by then ends as cancelled (``by="draining"``) on both sides. Returns whether all ended by
-        themselves. Close the server afterwards.
+        themselves. Close the server afterwards. `drain_s` is an option, in seconds. Raises nothing of its own.
         """
         self.ready, self.draining = False, True
         idle = self.dispatcher.drain()
@@ -657,7 +660,9 @@ class Server:
     def preconnect(self, addresses: Sequence[str]) -> None:
         """Connect to a node now and stay connected, so that the first transfer does not wait for it.
 
-        Raises `ConfigError` when that node could never reach this one.
+        ``addresses``: ``host:port``, several of one node, best first.
+
+        Raises: `ConfigError` when that node could never reach this one, `ClosedError` before the start.
         """
         if not self.ready:
             raise ClosedError("the daemon is not running")
@@ -693,7 +698,8 @@ class Server:
     def reload_credentials(self) -> None:
         """Read the files of secret and certificate again now.
 
-        Connections that were proved by what is no longer accepted are closed after `reload_grace_s`.
+        Connections that were proved by what is no longer accepted are closed after `reload_grace_s` seconds. Files that
+        cannot be used are logged and counted, and the ones read before stay in use: nothing is raised.
         """
         self.credentials.reload()
         self._poll_links()
@@ -819,5 +825,5 @@ class Server:
 
     @property
     def links_ended(self) -> Mapping[tuple[str, str], int]:
-        """How many links of each role ended for each reason (an error's code)."""
+        """(role, an error's code) to the number of control connections that ended so."""
         return self._ended

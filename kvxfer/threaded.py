@@ -61,7 +61,8 @@ log = logger("kvxfer.threaded")
 class Handle(Generic[T]):
     """Something that was submitted. It ends exactly once, and `ThreadedClient.poll` then returns it once.
 
-    ``key`` is the caller's. All of it may be used from any thread but the client's own.
+    ``key`` is the caller's; ``done`` is True from the end on, and ``error`` is why it failed (None: it did not). All of
+    it may be used from any thread but the client's own. Times are in seconds.
     """
 
     def __init__(self, client: ThreadedClient, key: Hashable, what: str, *, reported: bool = True) -> None:
@@ -77,8 +78,10 @@ class Handle(Generic[T]):
         self.error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """What came of it; raises its error. Waits for the end, which the work's own timeouts bring, or for
-        ``timeout`` seconds: then it is a `TransferTimeout` and the work goes on.
+        """Wait for the end, which the work's own timeouts bring, and return what came of it.
+
+        Raises: the error of the work; `TransferTimeout` after ``timeout`` seconds (None: never), and the work goes on;
+        `ClosedError` when the client ended first, `WrongThread` in the client's own thread, `ForkedClientError`.
         """
         self._client._wait(lambda: self.done, timeout, f"{self._what} ended")
         if self.error is not None:
@@ -87,7 +90,7 @@ class Handle(Generic[T]):
 
     def cancel(self) -> None:
         """Ask for its end, and return at once. It ends with `TransferCancelled` when nothing of it moves any more,
-        unless it had already come to another end.
+        unless it had already come to another end. Raises: `ForkedClientError`.
         """
         self._cancelling = True
         self._client._tell(self._cancel_here, late_is_fine=True)
@@ -99,7 +102,10 @@ class Handle(Generic[T]):
             return frozenset(self._layers)
 
     def wait_layer(self, index: int, timeout: float | None = None) -> None:
-        """Wait until a layer is complete, or all of them are; raises the handle's error when it failed before that."""
+        """Wait until layer ``index`` is complete, or all of them are.
+
+        Raises: the handle's error when it failed before that, and what `result` raises of its own.
+        """
         self._client._wait(lambda: self.done or index in self._layers, timeout, f"layer {index} of {self._what} came")
         if index not in self._layers and self.error is not None:
             raise self.error
@@ -137,7 +143,10 @@ class PostedHandle(Handle[T]):
         self._ticket: Ticket | None = None
 
     def ticket(self, timeout: float | None = None) -> Ticket:
-        """The ticket, as soon as the daemon has it; raises the handle's error when it ended before that."""
+        """Wait for the ticket, which is there as soon as the daemon has the posting.
+
+        Raises: the handle's error when it ended before that, and what `Handle.result` raises of its own.
+        """
         self._client._wait(lambda: self.done or self._ticket is not None, timeout, f"{self._what} was posted")
         if self._ticket is None:
             raise self.error or ClosedError(f"{self._what} ended before it had a ticket")
@@ -159,17 +168,17 @@ class PushHandle(Handle[Push]):
     def layer(self, index: int, tokens: range | None = None) -> None:
         """`Push.layer`: what is wrong with it is the handle's error. Its memory stays as it is until the push ended.
 
-        Raises the handle's error when it has ended.
+        ``tokens`` are positions, as `Push.layer` takes them. Raises: the handle's error when it has ended.
         """
         self._give(lambda push: push.layer(index, tokens))
 
     def extend(self, blocks: Iterable[int]) -> None:
-        """`Push.extend`, in order with the layers."""
+        """`Push.extend`, in order with the layers. Raises: the handle's error when it has ended."""
         more = list(blocks)
         self._give(lambda push: push.extend(more))
 
     def finish(self) -> None:
-        """All layers were given: the handle ends when they are there and committed."""
+        """All layers were given: the handle ends when they are there and committed. Raises: as `layer`."""
         self._give(None)
 
     def _give(self, item: Callable[[Push], Awaitable[object] | None] | None) -> None:
@@ -194,7 +203,10 @@ class ThreadedClient:
     """``with kvxfer.ThreadedClient() as client``: one `Client` in a thread of its own, used from any other thread.
 
     ``socket``, ``config`` and ``name`` are those of `Client`. `fileno` is readable while `poll` has something to tell.
-    Raises what opening a `Client` raises, and `ResourceExhausted` when there is no thread or descriptor left.
+    ``loop_factory`` makes its event loop. Times are in seconds.
+
+    Raises: on entering what opening a `Client` raises, and `ResourceExhausted` when there is no thread or descriptor
+    left; everything but `closed` raises `ForkedClientError` in a child process and `ClosedError` while it is not open.
     """
 
     def __init__(
@@ -233,7 +245,10 @@ class ThreadedClient:
         self.close()
 
     def start(self) -> None:
-        """Open the client; what ``with`` does first."""
+        """Open the client; what ``with`` does first.
+
+        Raises: what opening a `Client` raises, `ResourceExhausted`, and `UsageError` when it was started before.
+        """
         if self._started:
             self._require_process()
             raise UsageError("a client is started once", hint="make another one")
@@ -257,8 +272,10 @@ class ThreadedClient:
     def close(self, timeout: float | None = None) -> None:
         """End everything as `Client.aclose` does; what runs ends with `ClosedError`, and `poll` still tells of it.
 
-        `fileno` is closed. Raises `TransferTimeout` when the thread has not ended within ``timeout`` seconds (None:
-        `timeout_s`), for instance because something submitted holds it up; it can be called again.
+        `fileno` is closed, and it can be called again.
+
+        Raises: `TransferTimeout` when the thread has not ended within ``timeout`` seconds (None: `timeout_s`), for
+        instance because something submitted holds it up; `WrongThread` in the client's own thread.
         """
         self._require_process()
         thread = self._thread
@@ -324,7 +341,7 @@ class ThreadedClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where other nodes reach this node's daemon, best first."""
+        """Where other nodes reach this node's daemon, best first. Raises: `ClosedError`."""
         return self._require_open().addresses
 
     @property
@@ -333,12 +350,12 @@ class ThreadedClient:
         return "the client is not open" if self.closed or self._client is None else self._client.unready
 
     def counters(self) -> Mapping[str, int]:
-        """`Client.counters`."""
+        """What the client and its engine have counted: see `Client.counters`. Raises: `ClosedError`."""
         return self._require_open().counters()
 
     def fileno(self) -> int:
         """A descriptor that is readable while a handle has ended that `poll` has not told; for epoll and select. It is
-        the client's: only to be waited for. Raises `ClosedError` when the client is closed.
+        the client's: only to be waited for. Raises: `ClosedError` when the client is not open.
         """
         self._require_process()
         if self._descriptor < 0:
@@ -346,7 +363,10 @@ class ThreadedClient:
         return self._descriptor
 
     def poll(self) -> list[Handle[Any]]:
-        """The handles that have ended since the last call, each once, in the order of their ends. Never waits."""
+        """The handles that have ended since the last call, each once, in the order of their ends. Never waits.
+
+        Raises: `ForkedClientError`; the errors of handles are in `Handle.error`.
+        """
         self._require_process()
         with self._changed:
             ended, self._ended = self._ended, []
@@ -358,12 +378,17 @@ class ThreadedClient:
         """Run ``work(client)``, a coroutine, in the client's thread: whatever a `Client` can do.
 
         It must not block: while it does, no outcome of this client is told, and after `dead_s` peers count it as lost.
+
+        Raises: `TooManyPending` when `HANDLES_MAX` have not ended, `ClosedError`; what ``work`` raises is the handle's
+        error. So do all the others whose name begins with ``submit``.
         """
         return self._begin(Handle(self, key, f"work {key!r}"), work)
 
     def run(self, work: Work[T], *, timeout: float | None = None) -> T:
         """`submit` and wait for the result. After ``timeout`` seconds, or when the wait is interrupted, it is
         cancelled.
+
+        Raises: what ``work`` raises, what `submit` raises, and `TransferTimeout`.
         """
         handle = self._begin(Handle[T](self, None, "a call", reported=False), work)
         try:
@@ -373,15 +398,15 @@ class ThreadedClient:
                 handle.cancel()
 
     def alloc(self, length: int, **options: Any) -> Region:
-        """`Client.alloc`, waited for."""
+        """Allocate memory that peers can reach, and wait for it. Raises: what `Client.alloc` and `run` raise."""
         return self.run(lambda client: client.alloc(length, **options))
 
     def register(self, source: Any = None, **options: Any) -> Region:
-        """`Client.register`, waited for."""
+        """Register the caller's memory, and wait for it. Raises: what `Client.register` and `run` raise."""
         return self.run(lambda client: client.register(source, **options))
 
     def register_many(self, sources: Sequence[Any], **options: Any) -> tuple[Region, ...]:
-        """`Client.register_many`, waited for."""
+        """Register all or none, and wait for it. Raises: what `Client.register_many` and `run` raise."""
         return self.run(lambda client: client.register_many(sources, **options))
 
     # -- whole caches -----------------------------------------------------------------------------------------
@@ -396,7 +421,10 @@ class ThreadedClient:
         layers: bool = False,
         **options: Any,
     ) -> Handle[Pulled]:
-        """`Client.pull`. With ``layers=True`` `Handle.wait_layer` tells of each layer, else all come in one piece."""
+        """Begin `Client.pull`. With ``layers=True`` `Handle.wait_layer` tells of each layer, else all come at once.
+
+        Raises: what `submit` raises; what `Client.pull` raises is the handle's error.
+        """
         handle = Handle[Pulled](self, key, f"pull {key!r}")
         on_layer = handle._layer_here if layers else None
         return self._begin(handle, lambda client: client.pull(ticket, cache, table, on_layer=on_layer, **options))
@@ -412,8 +440,12 @@ class ThreadedClient:
         timeout: float | None = None,
         **options: Any,
     ) -> PushHandle:
-        """`Client.push`: give it each layer (`PushHandle.layer`) and then `PushHandle.finish`. It ends with the push as
-        its result (``bytes_done``, ``transport``, ``covered``), or with `TransferTimeout` when the layers do not come.
+        """Begin `Client.push`: give it each layer (`PushHandle.layer`) and then `PushHandle.finish`.
+
+        It ends with the push as its result (``bytes_done``, ``transport``, ``covered``), or with `TransferTimeout` when
+        the layers do not come within ``timeout`` seconds (None: `timeout_s`).
+
+        Raises: what `submit` raises; what `Client.push` raises is the handle's error.
         """
         handle = PushHandle(self, key, f"push {key!r}")
         limit = self.config.timeout_s if timeout is None else timeout
@@ -428,8 +460,10 @@ class ThreadedClient:
     def submit_offer(
         self, request_id: str, cache: KVCache, table: BlockTable, *, key: Hashable = None, **options: Any
     ) -> PostedHandle[Landing]:
-        """`Client.offer`: the handle ends with the landing when all is committed, and `Handle.wait_layer` tells of each
-        layer.
+        """Begin `Client.offer`: the handle ends with the landing when all is committed, and `Handle.wait_layer` tells
+        of each layer.
+
+        Raises: what `submit` raises; what `Client.offer` raises is the handle's error.
         """
         handle = PostedHandle[Landing](self, key, f"offer {request_id}")
 
@@ -446,8 +480,10 @@ class ThreadedClient:
     def submit_publish(
         self, request_id: str, cache: Caches, table: BlockTable | None = None, *, key: Hashable = None, **options: Any
     ) -> PostedHandle[Publication]:
-        """`Client.publish`: the handle ends when the blocks are free again, with the publication (``outcome``,
+        """Begin `Client.publish`: the handle ends when the blocks are free again, with the publication (``outcome``,
         ``error``). Cancelling it withdraws the ticket.
+
+        Raises: what `submit` raises; what `Client.publish` raises is the handle's error.
         """
         handle = PostedHandle[Publication](self, key, f"publication {request_id}")
 
@@ -460,7 +496,10 @@ class ThreadedClient:
         return handle
 
     def submit_release(self, ticket: AnyTicket, *, key: Hashable = None, **options: Any) -> Handle[None]:
-        """`Client.release`."""
+        """Begin `Client.release`: the ticket will not be fetched.
+
+        Raises: what `submit` raises; what `Client.release` raises is the handle's error.
+        """
         return self._begin(Handle[None](self, key, "a release"), lambda client: client.release(ticket, **options))
 
     # -- between the threads ----------------------------------------------------------------------------------

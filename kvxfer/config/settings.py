@@ -400,7 +400,10 @@ class Config:
 
     @classmethod
     def embedded(cls, **changes: Any) -> Config:
-        """The defaults of a daemon inside another process: any port, no HTTP."""
+        """The defaults of a daemon inside another process: any port of 127.0.0.1, no HTTP; ``changes`` override them.
+
+        Raises: `ConfigError` for an option that does not exist, or a value that is wrong.
+        """
         for name in changes:
             known(name, "argument", BY_NAME)
         return cls(**({"listen": "127.0.0.1:0", "http": ""} | changes))

@@ -148,6 +148,9 @@ class Transfer:
     ``await transfer`` waits for the outcome and returns the transfer itself, or raises its error; cancelling that await
     stops the waiting, not the transfer (its own deadline bounds it). ``bytes_done`` counts the bytes that were moved
     so far, also while a part is under way.
+
+    Raises: when awaited `TransferTimeout` or `Stalled`, `TransferCancelled`, `PeerUnreachable`, `PeerLost`,
+    `StaleDescriptor`, `WrongKey`, `Revoked`, `AccessDenied`, `IntegrityError`, `PeerBackpressure`, or `TransportError`.
     """
 
     __slots__ = (

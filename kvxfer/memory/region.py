@@ -20,7 +20,7 @@ from kvxfer.descriptors import ACCESS_BY_NAME, SECONDS_MAX, U64_MAX, RemoteDescr
 from kvxfer.errors import GeometryMismatch, InvalidLength, OutOfRange, RegionBusy, UnknownRegion, UsageError
 from kvxfer.geometry import BlockTable, CacheLayout
 from kvxfer.memory.footprint import BaseAddress, Footprint
-from kvxfer.memory.sources import endpoint_key_of
+from kvxfer.memory.sources import base_address_of
 from kvxfer.native.status import not_addressable
 from kvxfer.native.types import MemoryKind
 from kvxfer.tasks import OTHER_SIDE, TRANSFERRING, Deadline, seconds, shared
@@ -49,22 +49,28 @@ def check_span(offset: object, length: object, limit: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``length`` bytes of a region from ``offset`` on."""
+    """``length`` bytes of a region from byte ``offset`` on; made by ``region[a:b]`` or `Region.view`."""
 
     region: Region
     offset: int
     length: int
 
     def descriptor(self, access: str = "rw", *, expires_in_s: float | None = None) -> RemoteDescriptor:
-        """A capability for exactly this span."""
+        """A grant of exactly this span, as `Region.descriptor` makes it.
+
+        Raises: what `Region.descriptor` raises.
+        """
         return self.region.descriptor(access, offset=self.offset, length=self.length, expires_in_s=expires_in_s)
 
 
 class Region:
     """Memory known to this process's engine. Made by `Client.alloc` or `Client.register`; release it with `release`.
 
-    ``region[a:b]`` is a `Span`. ``array`` (uint8, shape (length,)) is the memory itself, unless it is an accelerator's:
-    `read` and `write` copy from and to memory of every kind.
+    ``region[a:b]`` (bytes, no step) is a `Span`. ``array`` (uint8, shape (length,)) is the memory itself, unless it is
+    an accelerator's: `read` and `write` copy from and to memory of every kind.
+
+    Raises: for a slice `UsageError` (a step, not a slice), `InvalidLength` (empty, negative, not integers) or
+    `OutOfRange`.
     """
 
     def __init__(self, plane: DataPlane, info: RegionInfo, array: npt.NDArray[np.uint8] | None, owner: object) -> None:
@@ -88,7 +94,7 @@ class Region:
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """How long the memory is, in bytes."""
         return self._info.length
 
     @property
@@ -98,12 +104,16 @@ class Region:
 
     @property
     def info(self) -> RegionInfo:
-        """Everything the engine says about it."""
+        """What the engine says about it: address, kind, device, NUMA node, hugepages, whether peers can map it."""
         return self._info
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The memory itself: uint8, shape (length,). Raises `UsageError` when the CPU cannot touch it."""
+        """The memory itself: uint8, shape (length,).
+
+        Raises: `UsageError` when the CPU cannot touch it (use `read` and `write`), `UnknownRegion` when pinned host
+        memory was released.
+        """
         if self._array is None and self._info.on_device:
             raise not_addressable(self._info)
         if self._array is None:
@@ -112,7 +122,7 @@ class Region:
 
     @property
     def kind(self) -> MemoryKind:
-        """Where the bytes are."""
+        """Where the bytes are: ``MemoryKind.DRAM``, ``PINNED`` (host memory of an accelerator's driver) or ``HBM``."""
         return self._info.kind
 
     @property
@@ -129,6 +139,9 @@ class Region:
         """Copy ``data`` (anything with a contiguous buffer) to ``offset`` on; works for memory of every kind.
 
         Meanwhile the region cannot be released, and ``data`` must not change. Cancelled, the copy still ends by itself.
+
+        Raises: `UsageError` (no buffer, or not contiguous), `InvalidLength`, `OutOfRange`, `UnknownRegion` (released),
+        `ReadOnlyError`, `ClosedError`, and `TransportError` when the accelerator's driver fails.
         """
         try:
             view = memoryview(data)
@@ -144,6 +157,9 @@ class Region:
         """A copy of ``length`` bytes (None: all) from ``offset`` on: uint8, shape (length,); for memory of every kind.
 
         Meanwhile the region cannot be released.
+
+        Raises: `InvalidLength`, `OutOfRange`, `UnknownRegion` (released), `ClosedError`, and `TransportError` when the
+        accelerator's driver fails.
         """
         if length is None:
             check_span(offset, 1, self.length, f"region {self.id}")
@@ -181,9 +197,10 @@ class Region:
         """Where a view of this memory lies, from its first byte to its last: a tensor, a numpy array or a buffer that
         shares it. Nothing is registered again: the storage is registered once, and its views are spans of it.
 
-        Raises `OutOfRange` when it does not lie in this region, `UsageError` for what has no address.
+        Raises: `OutOfRange` when it does not lie in this region, `InvalidLength` when it is empty, `UsageError` for
+        what has no address.
         """
-        place, length = endpoint_key_of(source)
+        place, length = base_address_of(source)
         offset = place[1] - self.place[1]
         if place[0] != self.place[0] or offset < 0:
             raise OutOfRange("this is not a view of the region", region=self.id, length=length)
@@ -191,7 +208,10 @@ class Region:
         return Span(self, offset, length)
 
     def require(self, plane: DataPlane | None = None) -> None:
-        """Raise `UnknownRegion` when it was released, or does not belong to this plane."""
+        """Check that the region is alive and belongs to ``plane`` (None: to any).
+
+        Raises: `UnknownRegion` when it was released, or belongs to another client.
+        """
         if self._quiet is not None:
             raise UnknownRegion(f"region {self.id} was released", region=self.id)
         if plane is not None and plane is not self._plane:
@@ -200,10 +220,14 @@ class Region:
     def descriptor(
         self, access: str = "rw", *, offset: int = 0, length: int | None = None, expires_in_s: float | None = None
     ) -> RemoteDescriptor:
-        """A new capability for ``length`` bytes from ``offset`` on; ``access`` is "r", "w" or "rw".
+        """Grant peers access to ``length`` bytes (None: all that follow) from byte ``offset`` on, and describe it.
 
-        Every call makes another one with its own key; `revoke` takes a single one back. With ``expires_in_s`` it is
-        revoked by itself after that many seconds.
+        ``access`` is "r", "w" or "rw". Every call makes another grant with its own key; `revoke` ends a single one.
+        With ``expires_in_s`` it is revoked by itself after that many seconds.
+
+        Raises: `UsageError` (``access``, ``expires_in_s``), `InvalidLength`, `OutOfRange`, `UnknownRegion` (released),
+        `ReadOnlyError` (a right to write memory that was registered read-only), `TooLarge` (as many grants as there may
+        be), `ResourceExhausted`, `ClosedError`.
         """
         self.require()
         rights = _rights(access)
@@ -229,7 +253,10 @@ class Region:
     def grant_access(
         self, access: str, on_released: Callable[[], None], blocks: BlockParts | None = None
     ) -> RemoteDescriptor:
-        """A descriptor for a whole flow, of some blocks or of all; the flow is called when the region is released."""
+        """A descriptor for a whole flow, of some blocks or of all; ``on_released`` is called at the region's release.
+
+        Raises: what `descriptor` raises.
+        """
         self.require()
         made = self._export(0, self.length, _rights(access), None, blocks)
         self._on_released[made.grant] = on_released
@@ -255,10 +282,11 @@ class Region:
             timer.cancel()
 
     async def revoke(self, descriptor: RemoteDescriptor, *, timeout: float | None = None) -> None:
-        """Take one descriptor back; returns when no peer can move a byte through it any more.
+        """End the grant of one descriptor; returns when no peer can move a byte through it any more.
 
-        A `TransferTimeout` after ``timeout`` seconds (None: `timeout_s`) says that a peer has not let go yet: it gets
-        no new access, and the memory is kept for as long as it takes.
+        Raises: `UnknownRegion` when it is not (or no longer) one of this region's, `ClosedError`, and `TransferTimeout`
+        after ``timeout`` seconds (None: `timeout_s`) when a peer has not let go yet: that peer gets no new access, and
+        the memory is kept for as long as it takes.
         """
         if descriptor.grant not in self._grants:
             raise UnknownRegion("this descriptor is not (or no longer) one of this region", grant=descriptor.grant)
@@ -273,12 +301,14 @@ class Region:
             await asyncio.shield(quiet)
 
     async def release(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """Forget the memory: refuse new access at once, return when no peer can reach it.
+        """Deregister the memory: refuse new access at once, return when no peer can reach it.
 
-        Raises `RegionBusy` while transfers of this process use it, or with ``drain=True`` waits for them. Offers,
-        publications and shares of it end. Cancelled, or after ``timeout`` seconds (None: `timeout_s`) with a
-        `TransferTimeout`, the release goes on; calling it again waits for it. Memory that was registered twice stays
-        registered for the other region, whose descriptors stay valid.
+        Offers, publications and shares of it end. With ``drain=True`` it waits for transfers of this process that use
+        it. Cancelled, or timed out, the release goes on; calling it again waits for it. Memory that was registered
+        twice stays registered for the other region, whose descriptors stay valid.
+
+        Raises: `RegionBusy` while transfers or copies of this process use it, or something lies in it (see `guard`);
+        `UnknownRegion` when it was released before; `TransferTimeout` after ``timeout`` seconds (None: `timeout_s`).
         """
         deadline = self._deadline(timeout)
         if self._quiet is None or self._quiet.done():
@@ -347,8 +377,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """A KV cache: its layout, and the regions that its layer placements index. ``footprint``: which memory it
-    covers.
+    """A KV cache: its layout, and the regions that its layer placements index. ``footprint``: which memory it covers.
+
+    ``regions`` is one region, or as many as the placements name, each at least `CacheLayout.region_bytes` long.
+
+    Raises: `UsageError` (not a layout and regions), `GeometryMismatch` (a region is missing or too short), and
+    `OverlapError` when two layers share bytes.
     """
 
     layout: CacheLayout
@@ -382,17 +416,27 @@ class KVCache:
     def grant_access(
         self, access: str, table: BlockTable, on_released: Callable[[], None]
     ) -> Iterator[tuple[Region, RemoteDescriptor]]:
-        """For each region a descriptor of the slots that hold the table's tokens, and of nothing else."""
+        """For each region a descriptor of the slots that hold the table's tokens, and of nothing else.
+
+        Raises: what `Region.descriptor` raises.
+        """
         for region, lent in zip(self.regions, granted(self.layout, table, self._parts), strict=True):
             yield region, region.grant_access(access, on_released, lent)
 
     def require(self, plane: DataPlane) -> None:
-        """Every region is live and belongs to this plane."""
+        """Check that every region is alive and belongs to this plane.
+
+        Raises: `UnknownRegion`.
+        """
         for region in self.regions:
             region.require(plane)
 
     def check_table(self, table: BlockTable, *, may_repeat: bool = False) -> None:
-        """The table names blocks that this cache has, no more tokens than they hold, and where the first one lies."""
+        """Check that the table names blocks that this cache has, and no more tokens than they hold.
+
+        Raises: `UsageError` (not a table; a block twice, unless ``may_repeat``; no slot of the first token),
+        `OutOfRange`.
+        """
         if not isinstance(table, BlockTable):
             raise UsageError("table must be a BlockTable", field="table", got=type(table).__name__)
         table.used(self.layout.geometry.block_tokens, self.layout.blocks)
@@ -401,7 +445,7 @@ class KVCache:
 
 
 def _rights(access: str) -> int:
-    """Raises `UsageError` for what is no name of a right."""
+    """The bits of a right. Raises `UsageError` for what is no name of one."""
     rights = ACCESS_BY_NAME.get(access)
     if rights is None:
         raise UsageError("access must be r, w or rw", field="access", value=repr(access)[:20])

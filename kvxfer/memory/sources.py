@@ -56,7 +56,7 @@ def borrow(source: Any, *, device: int | None = None) -> BorrowedMemory:
     return replace(found, kind=MemoryKind.PINNED, device=device)
 
 
-def endpoint_key_of(source: Any) -> tuple[tuple[object, int], int]:
+def base_address_of(source: Any) -> tuple[tuple[object, int], int]:
     """Where the first byte of ``source`` is (address space, address), and how many bytes there are to its last one.
 
     Of a tensor, a numpy array, or what `borrow` takes; the gaps of what is not contiguous count. Raises `UsageError`

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidLength, RegistrationError, UsageError
-from kvxfer.memory.sources import at_address, borrow, endpoint_key_of
+from kvxfer.memory.sources import at_address, base_address_of, borrow
 from kvxfer.native.types import MemoryKind
 
 
@@ -236,6 +236,6 @@ def test_storages_by_all_their_bytes() -> None:
     array = np.arange(64, dtype=np.uint8)
     found = borrow(Storage(array))
     assert (found.address, found.length) == (array.ctypes.data, 64)
-    assert endpoint_key_of(Storage(array)) == (("host", array.ctypes.data), 64)
+    assert base_address_of(Storage(array)) == (("host", array.ctypes.data), 64)
     with pytest.raises(InvalidLength):
         borrow(Storage(array[:0]))
