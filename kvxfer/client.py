@@ -158,6 +158,8 @@ class ClientLife:
         """End everything: transfers complete, memory is unmapped, no task, thread or descriptor of ours remains.
 
         Whoever waits for something of this client meanwhile gets a `ClosedError`. Cancelled, it still ends all of it.
+
+        Raises: `WrongThread`, `ForkedClientError`; nothing when it is closed already.
         """
         if self._plane is None:
             return
@@ -193,11 +195,11 @@ class ClientLife:
         return telling
 
     def register_flow(self, flow: object, end: EndFlow) -> None:
-        """A flow begins that has to hear of it when the client is closed."""
+        """Call ``end`` when the client is closed, until `unregister_flow`."""
         self._flows[flow] = end
 
     def unregister_flow(self, flow: object) -> None:
-        """It has ended."""
+        """The flow has ended: the close of the client does not concern it any more."""
         self._flows.pop(flow, None)
 
     def _require_here(self) -> None:
@@ -216,7 +218,10 @@ class ClientLife:
 
     @property
     def plane(self) -> DataPlane:
-        """The data plane (for tools; transfers normally go through `put`, `get`, `push` and `pull`)."""
+        """The data plane (for tools; transfers normally go through `put`, `get`, `push` and `pull`).
+
+        Raises: `ClosedError`, `WrongThread`, `ForkedClientError`, as every method of a client does.
+        """
         self._require_here()
         if self._plane is None:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
@@ -224,7 +229,7 @@ class ClientLife:
 
     @property
     def control(self) -> Control:
-        """The link to the daemon (for tools)."""
+        """The connection to the daemon (for tools). Raises: what `plane` raises."""
         self._require_here()
         if self._control is None:
             raise ClosedError("the client is not open", hint="use it inside `async with`")
@@ -237,7 +242,10 @@ class ClientLife:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where other nodes reach this node's daemon, best first; from any thread."""
+        """Where other nodes reach this node's daemon, ``host:port``, best first; from any thread.
+
+        Raises: `ClosedError`, `ForkedClientError`.
+        """
         self._require_process()
         control = self._control
         if control is None:
@@ -268,14 +276,14 @@ class ClientLife:
     def release_when_quiet(self, taken: Reservation, quiet: Sequence[asyncio.Future[Any]]) -> asyncio.Future[list[Any]]:
         """End a quarantine when the engine says that no peer can move a byte (never because time passed).
 
-        The future resolves after the blocks are free again.
+        The future resolves after the blocks are free again. Never raises.
         """
         all_quiet = asyncio.gather(*quiet)
         all_quiet.add_done_callback(lambda _: self.reservations.release(taken))
         return all_quiet
 
     def release_when_settled(self, taken: Reservation, transfers: Sequence[Transfer]) -> None:
-        """End a quarantine when all transfers are settled."""
+        """End a quarantine when all transfers are settled. Never raises."""
         left = sum(not transfer.settled for transfer in transfers)
         if not left:
             self.reservations.release(taken)
@@ -325,7 +333,10 @@ class Peer:
         return await self._client.lookup(name, node=self.node, wait_s=wait_s, timeout=timeout)
 
     async def ping(self, *, timeout: float | None = None) -> float:
-        """Seconds for one message to the node's daemon and back, through our own."""
+        """Seconds for one message to the node's daemon and back, through our own.
+
+        Raises: `PeerUnreachable`, `TransferTimeout` after ``timeout`` seconds, `DaemonUnavailable`, `ClosedError`.
+        """
         limit = self._client.config.timeout_s if timeout is None else timeout
         started = time.perf_counter()
         reply = await self._client.control.request(Echo(node=self.node, data=b"ping"), Deadline.after(limit))
@@ -402,6 +413,10 @@ class Client(ClientLife):
         aligned to 2 MiB, else `AlignmentError`. Host memory with a ``device`` must come from that driver's allocator.
         The region keeps the object alive. Registering the same bytes twice gives the same region id; a partial
         overlap is an `OverlapError` that names the region in the way. ``timeout`` is as in `alloc`.
+
+        Raises: `UsageError` (what cannot be registered, and what to pass instead), `InvalidLength`, `AlignmentError`,
+        `OverlapError`, `RegistrationError`, `TooLarge` (as many regions as there may be), `TransportUnavailable`,
+        `TransferTimeout`.
         """
         plane = self.plane
         if source is None:
@@ -437,6 +452,8 @@ class Client(ClientLife):
         ``pulls`` that brought everything, ``pulled_bytes``, ``pull_failures``, ``pushes`` that committed,
         ``pushed_bytes``, ``push_failures``; of the engine ``inflight``, ``regions``, ``registered_bytes``, ``stalled``
         and so on, and the same for each transport with its name before it (``tcp_put_bytes``).
+
+        Raises: `ClosedError`, `ForkedClientError`.
         """
         self._require_process()
         path = self._counters_file
@@ -452,7 +469,10 @@ class Client(ClientLife):
 
     @property
     def unready(self) -> str:
-        """Why this client should not be given work now; empty when it can work. From any thread."""
+        """Why this client should not be given work now; empty when it can work. From any thread.
+
+        Raises: `ForkedClientError`.
+        """
         self._require_process()
         control = self._control
         if control is None:
@@ -551,6 +571,8 @@ class Client(ClientLife):
     ) -> Transfer:
         """`put` of many pieces as one transfer: ``segments`` are integers of shape (n, 3), a row for each piece: offset
         in the region, offset in the remote memory, bytes. At most `segments_max` of them; the array may be reused.
+
+        Raises: what `put` raises; `TooLarge` for too many segments, `OutOfRange` for one that leaves either memory.
         """
         if not isinstance(notify, int) or isinstance(notify, bool) or not 0 <= notify <= U64_MAX:
             raise _bad_notify(notify)
@@ -566,7 +588,7 @@ class Client(ClientLife):
         timeout: float | None = None,
         priority: str = "normal",
     ) -> Transfer:
-        """`get` of many pieces as one transfer; see `put_segments`."""
+        """`get` of many pieces as one transfer; see `put_segments`. Raises: what `get` and `put_segments` raise."""
         return self._scattered(OpKind.GET, target, source, segments, timeout, priority, None)
 
     def _scattered(

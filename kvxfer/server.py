@@ -444,7 +444,10 @@ class Server:
         await self.aclose()
 
     async def aclose(self, reason: str = "the daemon ends") -> None:
-        """End the daemon: tell every connection ``reason``, close everything, remove the socket. Idempotent."""
+        """End the daemon: tell every connection ``reason``, close everything, remove the socket. Idempotent.
+
+        Raises nothing of its own.
+        """
         self.ready, self.draining = False, True
         self._close_reason = reason
         for party in self._linked:  # all at once: each may take its time to send what is queued

@@ -250,7 +250,7 @@ class Transfer:
         return self
 
     async def wait_settled(self) -> None:
-        """Wait until no byte of this transfer can move any more."""
+        """Wait until no byte of this transfer can move any more. Never raises for the transfer itself."""
         if self._parts_left:
             if self._settled is None:
                 self._settled = asyncio.get_running_loop().create_future()

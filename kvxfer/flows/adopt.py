@@ -42,6 +42,9 @@ class Adoption:
     When the daemon takes it back earlier, or dies, `array` and `on_device` raise `PeerLost`, and so does leaving the
     block: what was read lately may have been zeros. What is on a device stays mapped, and its memory in quarantine,
     until the block is left.
+
+    Raises: on entering `UnknownTransfer` (nothing landed in time), `TransferTimeout`, `TransportUnavailable` (this
+    process cannot map it), `DaemonUnavailable`, `ProtocolError`; `UsageError` when it is entered twice.
     """
 
     def __init__(self, client: Client, request_id: str, *, wait_s: float, timeout: float) -> None:
@@ -64,7 +67,10 @@ class Adoption:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The landed bytes, mapped read-only; shape (length,). Valid inside the block."""
+        """The landed bytes, mapped read-only: uint8, shape (length,). Valid inside the block.
+
+        Raises: `PeerLost`, `ClosedError` outside the block, `UsageError` when they are on an accelerator.
+        """
         if self._lost is not None:
             raise self._lost
         if self._descriptor is None:
@@ -77,8 +83,8 @@ class Adoption:
     def on_device(self) -> DeviceMemory:
         """The landed bytes where they are, for kernels that only read them. Valid inside the block.
 
-        Raises `TransportError` when this process cannot reach them there: it does not see that accelerator, or mapping
-        is turned off.
+        Raises: `TransportError` when this process cannot reach them there (it does not see that accelerator, or mapping
+        is turned off), `PeerLost`, `ClosedError` outside the block, `UsageError` when they are in host memory.
         """
         if self._lost is not None:
             raise self._lost
@@ -89,7 +95,11 @@ class Adoption:
         return self._on_device
 
     async def copy_to(self, region: Region, *, timeout: float | None = None) -> None:
-        """Copy all of the landing to the beginning of a region of this client, of whatever memory."""
+        """Copy all of the landing to the beginning of a region of this client, of whatever memory.
+
+        Raises: `PeerLost`, `ClosedError` outside the block, `OutOfRange` (the region is too short), and what
+        `Client.get` raises; ``timeout`` is in seconds (None: `timeout_s`).
+        """
         if self._descriptor is None:
             raise self._lost or ClosedError(f"the landing of {self.request_id} is not adopted (any more)")
         size = self._descriptor.length

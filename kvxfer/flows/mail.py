@@ -229,9 +229,9 @@ PENDING_MAX = 65536
 class Notifications:
     """``async with client.notifications(descriptor) as told: value = await told.next(timeout=5)``.
 
-    Each value comes after the bytes of the put that sent it. When the last peer that used the descriptor vanishes,
-    `next` raises `PeerLost` (after the values that arrived before); more than `PENDING_MAX` values not fetched is a
-    `BusyError`.
+    Each value (0 to 2^64-1) comes after the bytes of the put that sent it. At most `PENDING_MAX` wait to be fetched.
+
+    Raises: `UsageError` for a descriptor that is not this client's, or to which somebody listens already.
     """
 
     def __init__(self, client: Client, descriptor: RemoteDescriptor) -> None:
@@ -262,7 +262,11 @@ class Notifications:
             self._client.plane.memory.unsubscribe(self._grant)
 
     async def next(self, *, timeout: float) -> int:
-        """The next value; `TransferTimeout` when none comes in ``timeout`` seconds."""
+        """Wait for the next value, at most ``timeout`` seconds.
+
+        Raises, after the values that arrived before: `TransferTimeout`, `PeerLost` when the last peer that used the
+        descriptor vanished, `BusyError` when more than `PENDING_MAX` were not fetched, `ClosedError`.
+        """
         deadline = Deadline.after(timeout)
         while not self._values:
             if self._error is not None:
@@ -325,9 +329,9 @@ class Share:
             raise
 
     async def withdraw(self, *, timeout: float | None = None) -> None:
-        """Remove the name and take the descriptor back; returns when no peer can reach the memory through it.
+        """Remove the name and revoke the descriptor; returns when no peer can reach the memory through it.
 
-        A `TransferTimeout` says that one still can, as in `Region.revoke`.
+        Raises: `TransferTimeout` after ``timeout`` seconds when one still can, as in `Region.revoke`.
         """
         deadline = self._client.deadline(timeout)
         handle, self._handle = self._handle, None
@@ -350,7 +354,11 @@ class Share:
             self.ended = event.what
 
     async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
-        """Keep the name for another ``lease_s`` seconds; the daemon has to say so within ``timeout``."""
+        """Keep the name for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``.
+
+        Raises: `UsageError` (withdrawn, or ``lease_s``), `UnknownTransfer` (it is over), `TransferTimeout`,
+        `DaemonUnavailable`.
+        """
         if self._handle is None:
             raise UsageError("this share was withdrawn")
         deadline = self._client.deadline(timeout)

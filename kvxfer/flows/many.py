@@ -28,7 +28,7 @@ SHOWN_MAX = 32  # indexes in the text of an error
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One put or get of a group: our memory, the other side's, and where in it."""
+    """One put or get of a group: our memory, the other side's, and the offset in it in bytes."""
 
     local: Region | Span
     remote: RemoteDescriptor
@@ -102,8 +102,10 @@ def check_moves(moves: object) -> tuple[Move, ...]:
 
 
 class Group:
-    """Awaiting it returns it when every move is done, and raises `PartialTransfer` (some are: ``error.causes`` maps the
-    index of each that is not to its own error) or the first error (none is, or ``atomic``).
+    """Many puts or gets as one; awaiting it returns it when every move is done.
+
+    Raises: when awaited `PartialTransfer` (some are done: ``error.causes`` maps the index of each that is not to its
+    own error) or the first error (none is, or ``atomic``).
 
     ``state`` is running, done, partial, failed, cancelled or timed_out, and changes once. ``undefined`` names the moves
     whose target must not be used. Of more than `AT_ONCE` moves the rest is looked at and begun in later turns of the
@@ -299,14 +301,16 @@ class Group:
         return self
 
     async def wait_settled(self) -> None:
-        """Wait until no byte of any move can move any more."""
+        """Wait until no byte of any move can move any more. Never raises for the group itself."""
         await asyncio.shield(self._decided)
         while self._unsettled:
             await next(iter(self._unsettled)).wait_settled()
 
     async def retry_failed(self, *, timeout: float | None = None) -> Group:
-        """A new group of the moves whose target is `undefined`, under the same indexes, begun when the old ones are
-        quiet.
+        """Begin a new group of the moves whose target is `undefined`, under the same indexes, when the old ones are
+        settled. ``timeout`` is in seconds (None: as long as the first time).
+
+        Raises: `UsageError` for a group that runs or has succeeded; `ClosedError`.
         """
         if self.state in (RUNNING, DONE):
             raise UsageError("only a group that failed, in part or as a whole, is tried again", state=self.state)

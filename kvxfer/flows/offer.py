@@ -161,23 +161,31 @@ class Landing:
 
     @property
     def ticket(self) -> Ticket:
-        """What `Client.push` takes in place of a request id and a node; inside the block only. Unguessable, and of no
-        use to anybody who cannot reach the control port of this node.
+        """What `Client.push` takes in place of a request id and a node. Unguessable, and of no use to anybody who
+        cannot reach the control port of this node.
+
+        Raises: `UsageError` outside the block.
         """
         if self._posting is None:
             raise UsageError("an offer has a ticket inside its block only")
         return self._client.control.ticket(self._posting, self.request_id, self._lease_s)
 
     async def wait(self) -> None:
-        """Wait until all is committed; raises what the iteration would raise."""
+        """Wait until all is committed.
+
+        Raises: why the landing failed, as the iteration does: `LeaseExpired` (nobody came), `PeerLost`, `Incomplete`,
+        `TransferTimeout` or `Stalled`, `TransferCancelled`, `IntegrityError`, `GeometryMismatch`, `ClosedError`.
+        """
         while not self.committed:
             if self._error is not None:
                 raise self._error
             await self._changed()
 
     async def layer(self, index: int) -> None:
-        """Wait until layer ``index`` is here, whatever the others do. A layer that has arrived stays so: only waits for
-        those that have not raise the error of a landing that failed.
+        """Wait until layer ``index`` (from 0, in the offered cache) is here, whatever the others do.
+
+        Raises: `UsageError` for an index that does not exist; what `wait` raises when the landing failed before this
+        layer was here: a layer that has arrived stays so.
         """
         layers = self._cache.layout.geometry.layers
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < layers:
@@ -202,7 +210,8 @@ class Landing:
     async def wait_quiet(self, timeout: float) -> bool:
         """After the block was left: wait until no peer can write here; False when that takes longer than ``timeout``.
 
-        Until then the blocks stay quarantined and cannot be offered again.
+        Until then the blocks stay quarantined and cannot be offered again. ``timeout`` is in seconds. Raises nothing of
+        its own.
         """
         if self._quiet is None:
             return True

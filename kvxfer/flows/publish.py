@@ -91,17 +91,17 @@ class Publication:
 
     @property
     def ticket(self) -> Ticket:
-        """The ticket itself; it keeps its value after the block."""
+        """The ticket itself; what was taken here keeps its value after the block. Raises: `UsageError` before it."""
         if self._posting is None:
             raise UsageError("a publication has a ticket inside its block only")
         return self._client.control.ticket(self._posting, self.request_id, self._lease_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """The ticket as a dict of strings and numbers."""
+        """The ticket as a dict of strings and numbers. Raises: what `ticket` raises."""
         return self.ticket.to_dict()
 
     def to_json(self) -> str:
-        """The ticket as JSON."""
+        """The ticket as JSON. Raises: what `ticket` raises."""
         return self.ticket.to_json()
 
     async def __aenter__(self) -> Publication:
@@ -161,7 +161,11 @@ class Publication:
             await asyncio.wait(waiting, timeout=self._client.config.cancel_s)
 
     async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
-        """Let the ticket live for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``."""
+        """Let the ticket live for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``.
+
+        Raises: `UsageError` outside the block or for ``lease_s``, `UnknownTransfer` (it is over), `TransferTimeout`,
+        `DaemonUnavailable`.
+        """
         if self._posting is None:
             raise UsageError("a publication can be renewed inside its block only")
         deadline = self._client.deadline(timeout)
@@ -180,7 +184,10 @@ class Publication:
         self._end(EXPIRED)
 
     async def wait_released(self, *, timeout: float | None = None) -> str:
-        """Wait for the end, by default as long as the lease; returns the outcome. Raises `TransferTimeout`."""
+        """Wait for the end, and return the outcome: ``timeout`` seconds, or as long as the lease (None).
+
+        Raises: `TransferTimeout`, and `UsageError` before the block was entered.
+        """
         if self._ended is None:
             raise UsageError("a publication is waited for inside its block only")
         if timeout is None:

@@ -174,12 +174,16 @@ class Push:
         )
 
     async def layer(self, index: int, tokens: range | None = None) -> Transfer:
-        """Write layer ``index``; the other side is told once its bytes are there. Waits while too many are in
-        flight.
+        """Write layer ``index`` (from 0, in our cache); the other side is told once its bytes are there. Waits while
+        `LAYERS_IN_FLIGHT_MAX` are in flight.
 
         ``tokens``: only these positions of it, counted as the table's ``first_token`` is; each of them once, in any
-        order. The other side is told when all of them are there. Raises `OverlapError` for one that was given before,
-        `OutOfRange` for one that the table does not have, or of which it does not know the block yet (see `extend`).
+        order. The other side is told when all of them are there.
+
+        Raises: `UsageError` (no such layer, or given before), `OverlapError` for a position that was given before,
+        `OutOfRange` for one that the table does not have, or of which it does not know the block yet (see `extend`);
+        `ClosedError` outside the block; why the push has failed (an earlier layer, or the other side), and
+        `TransferTimeout` at its deadline. What becomes of this layer is the transfer's error.
         """
         if tokens is not None or self._short:
             return await self._chunk(index, self._positions if tokens is None else tokens)
@@ -210,9 +214,10 @@ class Push:
         return transfer
 
     def extend(self, blocks: Iterable[int]) -> None:
-        """Blocks of our own that did not exist yet when the push began: they follow those that the table names.
+        """Add blocks of our own that did not exist yet when the push began: they follow those that the table names.
 
-        Raises `OutOfRange` for one that the cache does not have.
+        Raises: `OutOfRange` for one that the cache does not have, `UsageError` for what is no block id, `ClosedError`
+        outside the block, and why the push has failed.
         """
         self._raise_if_failed()
         if self._claim is None and not self.covered:
@@ -326,7 +331,7 @@ class Push:
         return self._cache.layout.geometry.first_layer + index
 
     async def layers(self) -> None:
-        """Write all layers, first to last."""
+        """Write all layers, first to last. Raises: what `layer` raises."""
         for index in range(self._cache.layout.geometry.layers):
             await self.layer(index)
 

@@ -263,7 +263,8 @@ class Region:
         return made
 
     def start_revoke(self, grant: int, *, listening: bool = False) -> asyncio.Future[Any]:
-        """End a descriptor without waiting; the future resolves when no peer can move a byte through it.
+        """End a descriptor without waiting; the future resolves when no peer can move a byte through it. Never raises
+        for a descriptor that has ended.
 
         ``listening``: the caller still hears what arrived before, until it tells the plane otherwise.
         """
