@@ -13,9 +13,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3 || echo python3)
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-TORCH_VENV ?= .venv-torch
-# Asked when the index that pip is configured for has no CPU build of torch: the one of the project itself.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The environment of vLLM has torch and transformers too: where it is, it serves both.
+TORCH_VENV ?= $(if $(wildcard $(VLLM_VENV)/.installed),$(VLLM_VENV),.venv-torch)
 ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -99,16 +98,25 @@ check-static: build $(VENV)/.dev
 check: check-static ## formats, lint, types, source rules, then the quick tests
 	@echo "== quick tests"; KVXFER_TEST_LOOP=asyncio $(PYTEST) -q -m "not once and not slow" --deselect tests/test_sourcecode.py $(ARGS)
 
-# Two modes side by side, one of them into a file; then the third alone, since it has the tests that measure how soon something is noticed.
+# Always two things side by side, one of them into a file: two modes, then the two halves of the third. Tests between real processes
+# mostly wait, the others mostly compute.
 # What is left out for want of a system package is named at the end, with the command to get it.
-test: system-packages check-static ## checks, the suite in three event loop modes, then the sanitizers
+PROCESS_TESTS := tests/adversity tests/cases
+test: system-packages check-static ## checks, the suite in three event loop modes, torch, then the sanitizers
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT
-	$(MAKE) --no-print-directory test-debug >"$$log" 2>&1 & other=$$!
 	failed=
-	$(MAKE) --no-print-directory test-uvloop || failed=1
-	wait $$other || failed=1
-	cat "$$log"
-	$(MAKE) --no-print-directory test-asyncio || failed=1
+	beside() { # the second command waits for nothing but itself; the first one's output is shown when both have ended
+	    $$1 >"$$log" 2>&1 & local other=$$!
+	    $$2 || failed=1
+	    wait $$other || failed=1
+	    cat "$$log"
+	}
+	debug() { $(MAKE) --no-print-directory test-debug; }
+	uvloop() { $(MAKE) --no-print-directory test-uvloop; }
+	processes() { $(MAKE) --no-print-directory test-asyncio ARGS="$(PROCESS_TESTS) $(ARGS)"; }
+	others() { $(MAKE) --no-print-directory test-asyncio ARGS="$(PROCESS_TESTS:%=--ignore=%) $(ARGS)"; }
+	beside debug uvloop
+	beside others processes
 	if $(MAKE) --no-print-directory torch-env; then
 	    $(MAKE) --no-print-directory test-torch || failed=1
 	else
@@ -119,18 +127,18 @@ test: system-packages check-static ## checks, the suite in three event loop mode
 	tools/system-packages --missing
 	echo "== all passed"
 
-# torch and transformers have an environment of their own (1.2 GB). kvxfer is there by its path, as it was built here.
+# torch and transformers have an environment of their own (1.2 GB). kvxfer is there by its path, as it was built here. An index without CPU
+# builds of torch needs a second one, by pip's own PIP_EXTRA_INDEX_URL.
 TORCH_TESTS := tests/integrations/test_torch.py tests/integrations/test_real_model.py tests/integrations/vllm/test_caches.py
-$(TORCH_VENV)/.installed: requirements/torch.txt
+$(TORCH_VENV)/.torch: requirements/torch.txt
 	@echo "== making $(TORCH_VENV)"
-	@$(PYTHON) -m venv $(TORCH_VENV)
-	@install="$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/torch.txt"
-	@$$install 2>/dev/null || $$install --extra-index-url $(TORCH_INDEX)
+	@[ -x $(TORCH_VENV)/bin/python ] || $(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/torch.txt
 	@echo "$(CURDIR)" >"$$($(TORCH_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvxfer.pth"
 	@$(TORCH_VENV)/bin/python -c 'import kvxfer, torch, transformers'
 	@touch $@
 
-torch-env: build $(TORCH_VENV)/.installed ## the environment of `make test-torch`: torch on the CPU and transformers beside kvxfer (1 min, 1.2 GB)
+torch-env: build $(TORCH_VENV)/.torch ## the environment of `make test-torch`: torch on the CPU and transformers beside kvxfer (1 min, 1.2 GB)
 
 test-torch: torch-env ## caches of torch tensors, and a real transformer prefilled and decoded in two processes
 	@echo "== torch"

@@ -132,7 +132,7 @@ async def test_landings_too() -> None:
         assert (await mine.ask(land)).posting != (await yours.ask(land)).posting
         assert server.landings.live == 2
         posted, rest = server.dispatcher.post_own(
-            kind="landing", key="adopt", body=b"x", lease_s=5.0, claims_max=1, namespace=YOURS
+            m.Post(kind="landing", key="adopt", body=b"x", lease_s=5.0, claims_max=1), namespace=YOURS
         )
         server.dispatcher.run(rest)
         await fails(mine.ask(claim("adopt", kind="landing")), UnknownTransfer)

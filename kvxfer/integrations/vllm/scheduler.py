@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from kvxfer import logs
 from kvxfer.integrations.vllm.ledger import Blocks, EngineInfo, Ledger, Request
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.params import Rank
@@ -16,7 +16,7 @@ from kvxfer.integrations.vllm.settings import Settings
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-logger = logging.getLogger("vllm.kvxfer")
+logger = logs.logger("vllm.kvxfer")  # below vllm's own, so that its handler prints it
 
 
 class Scheduler:

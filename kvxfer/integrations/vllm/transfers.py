@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvxfer import logs
 from kvxfer.client import Client
 from kvxfer.errors import (
     DaemonUnavailable,
@@ -40,7 +40,7 @@ from kvxfer.integrations.vllm.settings import PUSH, Settings
 from kvxfer.memory.region import KVCache
 from kvxfer.tasks import TaskOwner
 
-logger = logging.getLogger("vllm.kvxfer")
+logger = logs.logger("vllm.kvxfer")  # below vllm's own, so that its handler prints it
 
 PAGE = 4096
 EARLY_MAX = 4096  # requests of which others speak before the order about them is here

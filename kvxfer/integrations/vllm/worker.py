@@ -8,7 +8,6 @@ what is asked of it fails at once, as the policy says.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from kvxfer import logs
 from kvxfer.client import Client
 from kvxfer.config import load
 from kvxfer.errors import DaemonUnavailable, KvxferError
@@ -27,7 +27,7 @@ from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.transfers import Transfers
 from kvxfer.memory.numa import threads_at
 
-logger = logging.getLogger("vllm.kvxfer")
+logger = logs.logger("vllm.kvxfer")  # below vllm's own, so that its handler prints it
 
 START_S = 10.0  # how long the engine waits at its start for the daemon
 MEMORY_S = 120.0  # and then for its memory to be known to it
