@@ -358,16 +358,35 @@ def class_names_twice(texts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def errors_not_named(path: str, text: str, class_name: str, methods: Collection[str]) -> list[str]:
-    """Methods that users call say in their docstring what they raise."""
+def errors_not_named(path: str, tree: ast.AST, classes: Collection[str]) -> list[str]:
+    """Public methods that can raise say so in their docstring ("Raises", "Never raises", or "See" another one)."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    calls = {id(node): called_names(node) for node in functions}
+    raising = {node.name for node in functions if any(isinstance(inner, ast.Raise) for inner in ast.walk(node))}
+    while more := {node.name for node in functions if calls[id(node)] & raising} - raising:
+        raising |= more
     return [
-        at(path, node.lineno, f"{class_name}.{node.name} does not say what it raises")
-        for owner in ast.walk(ast.parse(text))
-        if isinstance(owner, ast.ClassDef) and owner.name == class_name
+        at(path, node.lineno, f"{owner.name}.{node.name} does not say what it raises")
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef) and owner.name in classes
         for node in owner.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in methods
-        if "Raises" not in (ast.get_docstring(node) or "")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+        if isinstance(node, ast.AsyncFunctionDef) or node.name in raising
+        if not re.search(r"\braise[sd]?\b|\ASee `", ast.get_docstring(node) or "", re.IGNORECASE)
     ]
+
+
+def called_names(function: ast.AST) -> set[str]:
+    """What a function calls: functions by name, and methods of its own object."""
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name):
+                found.add(called.id)
+            elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self":
+                found.add(called.attr)
+    return found
 
 
 def unfinished_work(path: str, text: str) -> list[str]:
