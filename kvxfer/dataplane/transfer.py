@@ -285,7 +285,7 @@ class Transfer:
             self._timer = loop.call_later(timeout, self.expire, timeout)
 
     def mark_stalled(self, stalled: bool) -> None:
-        """See `stall.Watched`."""
+        """See `Watched`."""
         self._stalled = stalled
 
     @property

@@ -17,7 +17,7 @@ OPTIONAL = ("async_connect", "bulk_status", "capability", "address_range", "batc
 
 
 def answer() -> dict[str, Any]:
-    """What `probe_ascend.read_answer` reads."""
+    """What `ascend.read_answer` reads."""
     from kvxfer.native import ascend
 
     facts = ascend.probe()

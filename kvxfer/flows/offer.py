@@ -201,7 +201,7 @@ class Landing:
         return self._stalled and not self._closed and not self.committed
 
     def mark_stalled(self, stalled: bool) -> None:
-        """See `stall.Watched`."""
+        """See `transfer.Watched`."""
         self._stalled = stalled
 
     def _progress(self) -> int | None:

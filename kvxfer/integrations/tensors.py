@@ -5,7 +5,7 @@ strides. Tensors of one shape in one group of layers become one cache, those of 
 of an MLA cache, an index, scales) another one. What cannot be known is refused with an error that names the tensor:
 a guess that is wrong moves bytes to where they mean something else, and nothing notices.
 
-No framework is imported here: `kvxfer.integrations.torch` reads torch tensors, `layers_from_json` reads a file.
+No framework is imported here: `kvxfer.integrations.torch` reads torch tensors, `caches_from_json` reads a file.
 """
 
 from __future__ import annotations

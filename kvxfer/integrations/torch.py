@@ -333,7 +333,7 @@ class MemoryPool(TorchFunctionMode):
     """Inside ``with pool:`` what `torch.zeros` and `torch.empty` make of host memory, ``bytes_min`` bytes or more, lies
     in memory of a client: a cache that an engine allocates there needs no move, and is never there twice.
 
-    ``alloc`` makes a region of so many bytes, waiting for it: `kvxfer.threaded.Client.alloc`, for example. What it
+    ``alloc`` makes a region of so many bytes, waiting for it: `kvxfer.ThreadedClient.alloc`, for example. What it
     raises comes out of the call of torch. The pool is what vLLM (0.32) asks a connector for by `get_mem_pool_context`;
     `home` then is what `rehome` would have returned.
     """

@@ -243,7 +243,7 @@ async def test_closing_the_engine_completes_all_tokens(pair: Pair, kind: OpKind)
 
 async def test_an_owner_that_closes_is_noticed(pair: Pair) -> None:
     if pair.one_engine:
-        return
+        pytest.skip("owner and initiator are one engine")
     reach = await pair.reach(BIG)
     outcomes = [reach.put(0, 0, BIG) for _ in range(2)]
     order: list[str] = []
@@ -266,7 +266,7 @@ async def test_an_owner_that_closes_is_noticed(pair: Pair) -> None:
 
 async def test_an_initiator_that_dies_is_noticed(pair: Pair) -> None:
     if pair.one_engine:
-        return
+        pytest.skip("owner and initiator are one engine")
     region, _ = pair.owner.alloc(MIB)
     grant = pair.owner.engine.grant(region.id, 0, MIB, BOTH)
     what = {

@@ -88,10 +88,10 @@ async def test_neighbours_are_merged(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kind", [OpKind.PUT, OpKind.GET])
 async def test_checked_transfers(pair: Pair, kind: OpKind) -> None:
+    if not pair.info.can_check:
+        pytest.skip("this transport compares no checksums")
     reach = await pair.reach(2 * MIB)
     reach.fill()
-    if not pair.info.can_check:
-        return
     for length in (10, INLINE_MAX + 5, MIB + 3):
         assert (await settled(reach.one(kind, 1, 2, length, check=True))).status == 0
         assert np.array_equal(reach.remote_bytes[2 : 2 + length], reach.mine_bytes[1 : 1 + length])
@@ -145,7 +145,7 @@ async def test_a_grant_begins_inside_its_region(pair: Pair) -> None:
 async def test_small_operations_complete_inline(pair: Pair) -> None:
     reach = await pair.reach(64 * KIB)
     if not pair.info.can_inline or reach.mine.on_device or reach.remote.on_device:
-        return  # a driver's copy may block, and submit may not
+        pytest.skip("nothing completes inline here: a driver's copy may block, and submit may not")
     assert isinstance(reach.put(0, 0, INLINE_MAX), Event)
     assert isinstance(reach.get(0, 0, 1), Event)
     assert not isinstance(reach.put(0, 0, INLINE_MAX + 1), Event)
@@ -236,7 +236,7 @@ async def test_a_view_of_a_mapping_outlives_it(pair: Pair, ending: str) -> None:
     reach.remote_bytes[:] = 5
     view = reach.engine.mapping(reach.import_)
     if view is None:
-        return
+        pytest.skip("this transport maps no memory")
     array = np.frombuffer(view, dtype=np.uint8)
     if ending == "revoke":
         assert (await within(pair.owner.engine.revoke(reach.grant.id))).status == 0
@@ -259,7 +259,7 @@ async def test_two_imports_of_one_region_are_mapped_apart(pair: Pair) -> None:
     import_ = await pair.import_(reach.peer, other)
     view = reach.engine.mapping(import_)
     if view is None:
-        return
+        pytest.skip("this transport maps no memory")
     whole = reach.engine.mapping(reach.import_)
     assert whole is not None
     assert (len(view), len(whole)) == (1000, MIB)
