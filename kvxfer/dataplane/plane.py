@@ -1,9 +1,9 @@
 """The data plane as asyncio sees it: transfers over one engine, each with exactly one outcome.
 
-Once a descriptor is resolved (`connections.py`) a transfer is one call into the engine. What stands here is the order of
-things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over. How
-peers reach our own memory is in `exports.py`.
-Decisions that C has to make (bounds, keys, pins, exactly-once) are made there.
+Once a descriptor is resolved (`connections.py`) a transfer is one call into the engine. What stands here is the order
+of things: who may go now (`admission.py`), who waits because the engine is full, and who is told when it is over. How
+peers reach our own memory is in `exports.py`. Decisions that C has to make (bounds, keys, pins, exactly-once) are made
+there.
 """
 
 from __future__ import annotations
