@@ -389,6 +389,16 @@ def called_names(function: ast.AST) -> set[str]:
     return found
 
 
+def missing_files(path: str, text: str, there: Collection[str]) -> list[str]:
+    """A source file that prose names in backticks exists; ``there`` are the names of files, without folders."""
+    return [
+        at(path, number, f"{found.group(1)} is no file of the project")
+        for number, line in enumerate(text.splitlines(), 1)
+        for found in re.finditer(r"`(?:[\w-]+/)*([a-z_0-9]+(?:\.cdef|\.csrc)?\.(?:pyi|py|cc|c|h))`", line)
+        if found.group(1) not in there
+    ]
+
+
 def unfinished_work(path: str, text: str) -> list[str]:
     return [
         at(path, number, f"unfinished: {found.group(0)}")

@@ -263,6 +263,12 @@ def test_the_front_door_says_what_it_raises() -> None:
         none_wrong(rules.errors_not_named(path, TREES[path], classes))
 
 
+def test_files_that_prose_names_exist() -> None:
+    there = {path.rpartition("/")[2] for path in FILES} | {"_shim.c"}  # that one is generated
+    prose = [path for path in FILES if path.startswith(("kvxfer/", "docs/")) and not path.endswith((".toml", ".so"))]
+    none_wrong([wrong for path in prose for wrong in rules.missing_files(path, text_of(path), there)])
+
+
 def test_no_unfinished_work_and_no_machine_paths() -> None:
     found = []
     for path in FILES:
@@ -416,6 +422,7 @@ BAD = [
     (on_text(rules.says_what_it_is_for, "x.c"), "#include <stdint.h>\n"),
     (on_text(rules.unfinished_work), "# TO" + "DO later"),
     (on_text(rules.unfinished_work), "raise NotImplemented" + "Error"),
+    (lambda text: rules.missing_files("x.py", text, {"here.py"}), '"""See `dataplane/gone.py`."""'),
     (on_text(rules.machine_paths), "see /wo" + "rk/main"),
     (on_text(rules.machine_paths), "path = '/ho" + "me/someone/x'"),
     (on_tree(rules.given_up_tests), "@pytest.mark.skip\ndef test_x(): ..."),
@@ -445,6 +452,7 @@ GOOD = [
     (lambda text: rules.c_names_twice({"a.c": text}), "#if X\nint a_f(void) {\n}\n#else\nint a_f(void) {\n}\n#endif\n"),
     (unnamed_errors, 'class Client:\n    async def put(self):\n        """Writes. Raises: `ClosedError`."""\n'),
     (unnamed_errors, "class Client:\n    async def _put(self): ...\n    def size(self):\n        return 1\n"),
+    (lambda text: rules.missing_files("x.py", text, {"here.py"}), '"""See `x/here.py` and `A.py`."""'),
     (on_text(rules.machine_paths), "exec /usr/bin/env; frame/work/unit; ~/work"),
     (lambda path: rules.mirrored(path, {"kvxfer/wire/session.py"}, ()), "tests/wire/test_session.py"),
     (lambda path: rules.mirrored(path, set(), ("adversity/",)), "tests/adversity/test_kill.py"),
