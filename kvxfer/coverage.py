@@ -110,7 +110,7 @@ def _box_from(numbers: Sequence[int]) -> Box:
 
 
 def numbers_of(boxes: Iterable[Box]) -> tuple[int, ...]:
-    """What `boxes_from` reads."""
+    """Boxes as the flat list of numbers that `boxes_from` reads."""
     return tuple(number for box in boxes for number in box.to_numbers())
 
 
@@ -156,7 +156,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Nothing is missing."""
+        """True when nothing is missing."""
         return not self._left
 
     def layer_complete(self, layer: int) -> bool:

@@ -27,7 +27,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the child's process."""
         return self.process.pid
 
     async def line(self) -> str:

@@ -28,7 +28,7 @@ PUT_BYTES = 4096
 
 
 class Crowd:
-    """The commands."""
+    """What the process of the crowd does for each command that it reads."""
 
     def __init__(self, stack: AsyncExitStack, socket: Path, config: Config, address: str) -> None:
         self._stack = stack

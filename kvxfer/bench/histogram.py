@@ -47,7 +47,7 @@ class Histogram:
             self.worst = value
 
     def extend(self, values: Iterable[int]) -> None:
-        """Record many."""
+        """Record each of these samples."""
         for value in values:
             self.add(value)
 

@@ -79,7 +79,7 @@ def request(side: Side, direction: str, layout: Layout) -> Once:
 
 
 async def measure(pair: Pair, workload: str, direction: str, histograms: Histograms) -> list[Row]:
-    """One round."""
+    """Run one workload in one direction, once, and return its rows."""
     if workload == "W1":
         return await small(pair, direction, histograms)
     if workload == "W6":
@@ -138,7 +138,7 @@ async def small(pair: Pair, direction: str, histograms: Histograms) -> list[Row]
 
 
 async def back_to_back(once: Once, samples: int, histogram: Histogram) -> None:
-    """A closed loop."""
+    """Call ``once`` again as soon as it has returned, and record each duration in nanoseconds."""
     clock = time.perf_counter_ns
     for _ in range(samples):
         begun = clock()
@@ -161,7 +161,7 @@ async def due(once: Once, samples: int, interval_ns: int, histogram: Histogram) 
 def latency_rows(
     pair: Pair, workload: str, prefix: str, histogram: Histogram, names: tuple[str, ...], unit: str
 ) -> list[Row]:
-    """Percentiles of one round."""
+    """A row for each of ``names`` (p50, p90, p99, or the worst) of one round, in ``unit``."""
     scale = {"us": 1e3, "ms": 1e6}[unit]
     values = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
     return [

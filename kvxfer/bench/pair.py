@@ -44,7 +44,7 @@ class Side:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Our bytes."""
+        """The bytes of our region: uint8, shape (length,)."""
         return self.region.array
 
     def span(
@@ -92,7 +92,7 @@ class Pair:
 
     @property
     def transport(self) -> TransportInfo:
-        """What carries the transfers."""
+        """The transport that carries the transfers of this pair."""
         assert self._transport is not None
         return self._transport
 

@@ -22,7 +22,7 @@ class Progress:
         self._begun = time.monotonic()
 
     def step(self, what: str) -> None:
-        """One more piece begins."""
+        """Show that the next piece of work begins, and what it is."""
         now = time.monotonic() - self._begun
         text = f"{bar(self._done, self._total)} {now:5.1f} s  {what}"
         if self._stream.isatty():
@@ -35,13 +35,13 @@ class Progress:
         self._done = min(self._done + 1, self._total)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar from the terminal."""
         if self._stream.isatty():
             self._stream.write("\r" + " " * self._drawn + "\r")
             self._stream.flush()
 
 
 def bar(done: int, total: int) -> str:
-    """[####....]"""
+    """A bar of text, filled by the share that is done."""
     full = WIDTH * done // total
     return "[" + "#" * full + "." * (WIDTH - full) + "]"

@@ -49,7 +49,7 @@ def is_reference(row: Row) -> bool:
 
 
 def is_ratio(row: Row) -> bool:
-    """Made by `of_round`."""
+    """True for a row that `of_round` made: a ratio, not a measurement."""
     return row.unit == UNIT
 
 
@@ -79,17 +79,17 @@ class Compared:
 
     @property
     def rival_name(self) -> str:
-        """Which rival."""
+        """The name of the rival that this row is compared with; empty when there is none."""
         return "" if self.rival is None else self.rival.peer.removeprefix(OVER)
 
     @property
     def reference_text(self) -> str:
-        """For a table."""
+        """The reference's value as a cell of the table."""
         return "-" if self.reference is None else f"{self.reference.median:.2f}"
 
     @property
     def rival_text(self) -> str:
-        """For a table."""
+        """The rival's value and its name as a cell of the table."""
         return "-" if self.rival is None else f"{self.rival.median:.2f} ({self.rival_name})"
 
 

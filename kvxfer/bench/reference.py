@@ -39,7 +39,7 @@ class Answer:
 
 
 class Reference:
-    """The running program."""
+    """The reference program, running, and the questions that it answers."""
 
     def __init__(self, process: Child, sizes: Sizes, congestion: str) -> None:
         self._process = process
@@ -49,7 +49,7 @@ class Reference:
     async def ask(
         self, method: str, direction: str, block_bytes: int, blocks: int, repeats: int, threads: int = 1
     ) -> Answer:
-        """One measurement; see `reference.c`."""
+        """Have one measurement made; the arguments are those of `reference.c`."""
         await self._process.write(f"{method} {direction} {block_bytes} {blocks} {repeats} {threads}")
         *numbers, good = (await self._process.line()).split()
         if good != "1":
@@ -127,7 +127,7 @@ def compile_to(folder: Path) -> Path:
 
 @asynccontextmanager
 async def running(folder: Path, sizes: Sizes, congestion: str) -> AsyncIterator[Reference]:
-    """Compile and start it."""
+    """Compile the reference program, start it, and end it when the block is left."""
     binary = await asyncio.to_thread(compile_to, folder)
     command = [str(binary), str(-(-sizes.region_bytes // MIB)), congestion]
     async with child(command, "reference program") as process:

@@ -120,7 +120,7 @@ def quantity_of(metric: str) -> str:
 
 
 def better_of(metric: str) -> Better:
-    """Which way is better."""
+    """Whether a higher or a lower value of this metric is better."""
     return QUANTITIES[quantity_of(metric)].better
 
 

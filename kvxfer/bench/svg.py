@@ -45,7 +45,7 @@ class Axis:
         return 0.0, high if high > SMALLEST else 1.0
 
     def place(self, value: float, low: float, high: float) -> float:
-        """0 to 1."""
+        """Where a value lies on the axis, from 0 (``low``) to 1 (``high``)."""
         if self.log:
             value = max(value, low)
             return math.log(value / low) / math.log(high / low)

@@ -12,7 +12,7 @@ HEADERS = ("workload", "transport", "metric", "median", "low", "high", "unit", "
 
 
 def number(value: float) -> str:
-    """Three digits that matter."""
+    """A number for a table, with three significant digits."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -43,7 +43,7 @@ class Target:
                 self._enough.set()
 
     async def fill(self, name: str, seed: int) -> dict[str, Any]:
-        """Random bytes everywhere."""
+        """Fill an array with random bytes of a seed."""
         await asyncio.to_thread(fill, self._arrays[name], seed)
         return {}
 
@@ -92,7 +92,7 @@ async def answer(handler: object) -> None:
 
 
 async def serve(settings: dict[str, Any]) -> None:
-    """Allocate, share, answer."""
+    """Allocate and share the memory of the benchmark, then answer commands until the input ends."""
     async with local(**settings["options"]) as client:
         pool = await client.alloc(settings["bytes"])
         arrays = {POOL_NAME: pool.array}

@@ -154,7 +154,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def read(name: str) -> str:
-    """A file's text."""
+    """The text of a file. Raises: `UsageError`."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as wrong:
@@ -168,7 +168,7 @@ def writable(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file."""
+    """Replace a file by this text. Raises: `UsageError`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as wrong:

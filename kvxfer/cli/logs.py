@@ -21,7 +21,7 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 
 @dataclass(slots=True)
 class _Window:
-    """One second of lines."""
+    """How many lines were written, and left out, in one second."""
 
     began: float
     lines: int = 0

@@ -51,7 +51,7 @@ class Forwarding(Protocol):
 
 
 class Landings(Protocol):
-    """The landing pool."""
+    """What the dispatcher asks of the staging pool."""
 
     def land(self, link: Link, message: m.Land) -> None: ...
     def give_up(self, link: Link, request: int) -> None: ...
@@ -81,7 +81,7 @@ class Reports:
         self._live[link] = report
 
     def forget(self, link: Link) -> None:
-        """The worker has ended."""
+        """The worker of this connection has ended: its last report is kept in the sums."""
         report = self._live.pop(link, None)
         if report is not None:
             self._ended = self._sum([report])

@@ -57,7 +57,7 @@ class Events:
             self._look = self._loop.call_later(LOOK_S, self._look_again)
 
     def forget(self, link: Link) -> None:
-        """The link has ended."""
+        """The connection has ended: its kept events are dropped."""
         self._kept.pop(link, None)
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class Forwarder:
 
     @property
     def running(self) -> int:
-        """Requests under way."""
+        """How many forwarded requests are under way or wait."""
         return sum(self._running.values()) + self._waiting.total
 
     def forward(self, link: Link, message: m.Claim | m.Land | m.Mail | m.Echo) -> None:

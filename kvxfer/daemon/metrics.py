@@ -280,7 +280,7 @@ class Metrics:
         self._registry.register(_Collector(engines, samples))
 
     def render(self) -> bytes:
-        """One scrape."""
+        """The metrics as the text of one scrape, in Prometheus' format."""
         return generate_latest(self._registry)
 
 

@@ -49,7 +49,7 @@ class Nodes:
             raise TooManyPending(f"{whose} has too many connections here", limit=limit, node_id=who or None, hint=hint)
 
     def add(self, link: Link) -> None:
-        """One more is ready."""
+        """Count a connection that is ready, and look for several processes with one node id."""
         who = self._who(link)
         self._count.take(who)
         if who != TOOLS:
@@ -59,7 +59,7 @@ class Nodes:
                 self._looks[who] = loop.call_later(self._settled_s, self._look, who)
 
     def remove(self, link: Link) -> None:
-        """It has ended."""
+        """A connection has ended: count it no more."""
         who = self._who(link)
         self._count.give(who)
         if who == TOOLS:
@@ -75,7 +75,7 @@ class Nodes:
         return any(who not in (node_id, self._own[0]) for who in self._links)
 
     def close(self) -> None:
-        """Look no more."""
+        """Cancel the timers."""
         for look in self._looks.values():
             look.cancel()
         self._looks.clear()

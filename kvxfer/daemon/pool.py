@@ -138,7 +138,7 @@ class Pool:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The live links."""
+        """The connections to peers that are alive."""
         return tuple(peer.link for peer in self._peers.values() if peer.link is not None and peer.live)
 
     def states(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ class CompletionOutbox:
 
     @property
     def claims(self) -> set[ClaimKey]:
-        """What they are about."""
+        """The claims that unacknowledged reports are about."""
         return {claim for node in self._nodes.values() for claim in node.waiting}
 
     def about(self, claim: ClaimKey) -> bool:
@@ -75,7 +75,7 @@ class CompletionOutbox:
         return claim in self._kept
 
     def keep(self, action: SettleElsewhere) -> None:
-        """Tell it later."""
+        """Keep a completion report until its peer can be reached and has acknowledged it."""
         if len(self) >= self._limit:
             self._give_up(action, "too many wait already")
             return

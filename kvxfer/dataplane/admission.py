@@ -104,7 +104,7 @@ class SubmitQueue(Generic[W]):
         return tuple(self._by_transfer.get(transfer, ()))
 
     def everybody(self) -> tuple[W, ...]:
-        """All that waits here."""
+        """All work of this queue: queued, under way to the engine, and waiting because the engine is full."""
         return (*self._queued.values(), *self.going, *(work for line in self.engine_full.values() for work in line))
 
     def run(self, submit: Callable[[W], None]) -> None:

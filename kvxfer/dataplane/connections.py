@@ -95,7 +95,7 @@ class IdleSweeper(Generic[C]):
         connection.used = self._uses
 
     def begun(self, connection: C) -> None:
-        """There is one more."""
+        """A connection was opened: watch it."""
         self.use(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._idle_s / LOOKS, self._look)
@@ -873,7 +873,7 @@ class ConnectionManager:
         found.connection.pinned += 1
 
     def unpin(self, found: Import) -> None:
-        """See `pin`."""
+        """Release what `pin` held; an import that has ended meanwhile is released now."""
         found.pinned = False
         found.connection.pinned -= 1
         if not self.is_live(found):

@@ -261,7 +261,7 @@ class LocalMemory:
         return grant in self._subscribers
 
     def unsubscribe(self, grant: int) -> None:
-        """Stop calling back."""
+        """Stop the callbacks of a grant."""
         self._subscribers.pop(grant, None)
 
     def revoke(self, grant: int) -> asyncio.Future[Event]:

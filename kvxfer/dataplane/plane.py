@@ -62,7 +62,7 @@ class WorkRequest:
 
     @property
     def size(self) -> int:
-        """Bytes to move."""
+        """How many bytes this work request moves."""
         if self.span is not None:
             return self.span[2]
         if self.moves is None:

@@ -433,7 +433,7 @@ class TransferGroup:
             transfer.mark_stalled(True)
 
     def remove(self, transfer: Transfer) -> None:
-        """It is settled."""
+        """A transfer of the group is settled."""
         del self.running[transfer]
         self._ended += 1 + transfer.bytes_done
         if self._closed:

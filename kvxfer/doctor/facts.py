@@ -289,7 +289,7 @@ def one_line(text: str) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes for people."""
+    """A number of bytes as people read it."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= scale:
             return f"{value / scale:.1f}".removesuffix(".0") + f" {unit}"

@@ -157,7 +157,7 @@ def _file_system_bytes(path: Path) -> int | None:
 
 
 def _errno_of(trial: Callable[[], None]) -> int:
-    """0 when it worked."""
+    """The errno of a call that failed; 0 when it worked."""
     try:
         trial()
     except OSError as failure:

@@ -22,7 +22,7 @@ LOCAL = "loop"  # opens everywhere, so that an engine opens when nothing else do
 
 
 def probe_program() -> Program:
-    """What runs here."""
+    """What runs here: the versions, the interpreter, and whether the engine can be loaded."""
     spec = importlib.util.find_spec("kvxfer.native._shim")
     error = "it was not built for this interpreter" if spec is None else ""
     missing = ""

@@ -71,7 +71,7 @@ _CONFIG = FindingGroup("configuration")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResults:
-    """Everything that was seen."""
+    """All that the probes found, for the judges."""
 
     program: Program
     transports: tuple[Transport, ...]

@@ -648,12 +648,12 @@ class Reporter:
             self._timer = None
 
     def not_registered(self, why: KvxferError) -> None:
-        """`Client.register_many` failed."""
+        """Remember that `Client.register_many` failed, for `Client.unready`."""
         self.registration_failed = f"memory could not be registered: {why}"
         self._changed()
 
     def registered(self) -> None:
-        """It went well."""
+        """Registering went well: this is no reason to be unready any more."""
         self.registration_failed = ""
         self._changed()
 

@@ -397,7 +397,7 @@ class JoinedPart:
     starts: tuple[int, ...]
 
     def layer_of(self, segment: int) -> int:
-        """Whose segment that is."""
+        """The layer to which a segment (its index in `segments`) belongs."""
         return self.layers[max(0, bisect_right(self.starts, segment) - 1)]
 
 

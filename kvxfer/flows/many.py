@@ -180,7 +180,7 @@ class Group:
         raise self.error_now()
 
     def error_now(self) -> KvxferError:
-        """What awaiting raises."""
+        """The error that awaiting raises; only for a group that failed. Never raises."""
         assert self._first is not None
         if self.state != PARTIAL:
             return self._first[0]

@@ -30,7 +30,7 @@ def as_ticket(given: AnyTicket) -> Ticket:
 
 
 def as_tickets(given: AnyTicket | Sequence[AnyTicket]) -> list[Ticket]:
-    """One ticket or several."""
+    """One ticket, or a list of them, as tickets. Raises: `UsageError`."""
     several = isinstance(given, list | tuple)
     return [as_ticket(one) for one in given] if several else [as_ticket(given)]  # type: ignore[union-attr,arg-type]
 

@@ -107,7 +107,7 @@ def kind_of(memory: object, device: object) -> MemoryKind:
 
 
 def check_device(device: object) -> int:
-    """A device's number."""
+    """The number of a device, from 0 on. Raises: `UsageError`."""
     if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < 1 << 31:
         raise UsageError("device must be the number of a device", field="device", value=repr(device)[:40])
     return device

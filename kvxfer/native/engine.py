@@ -764,7 +764,7 @@ class Engine(Memory, Connections, Notes):
     # -- counters -----------------------------------------------------------------------------------------
 
     def counters(self) -> Counters:
-        """A snapshot."""
+        """A snapshot of the engine's counters."""
         native = lib.kvx_engine_counters(self._mine())
         return parse_counters(bytes(ffi.buffer(native)))
 

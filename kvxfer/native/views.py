@@ -76,7 +76,7 @@ class Views:
             self._closing = True
 
     def end_close(self) -> None:
-        """The engine is closed."""
+        """The engine is closed: unmap what had to wait for its end."""
         with self._lock:
             self._closed = True
             for looked in self._late:

@@ -121,7 +121,7 @@ class Queues:
             self._known[link] = waits
 
     def forget(self, link: Queue) -> None:
-        """The connection has ended."""
+        """The connection has ended: its entries are dropped."""
         self._total -= self._known.pop(link, 0)
         self._receiving.give(link.account, self._unfinished.pop(link, 0))
 
@@ -628,7 +628,7 @@ class Link(asyncio.Protocol):
         await self.wait_closed()
 
     def start_close(self, reason: str) -> None:
-        """`aclose` without the waiting."""
+        """Begin what `aclose` does, without waiting for it."""
         if self.closed.done():
             return
         if self.ready.done() and self._transport is not None:

@@ -146,7 +146,7 @@ class WaitingClaim:
 
     @property
     def rid(self) -> int:
-        """The request's number."""
+        """The number of the request that waits."""
         return self.message.rid
 
 
@@ -525,7 +525,7 @@ class Timeline(Generic[K]):
         self._current.pop(key, None)
 
     def next(self) -> float | None:
-        """The earliest deadline."""
+        """The earliest deadline; None when there is none."""
         self._skip_stale()
         return self._heap[0][0] if self._heap else None
 
@@ -600,7 +600,7 @@ class ClaimStatistics:
         self._refused[key] = self._refused.get(key, 0) + 1
 
     def add(self, kind: str, reason: str, seconds: float) -> None:
-        """One claim has ended."""
+        """Count a claim that has ended."""
         word = DONE if reason in AIMS else reason
         known = word if word in BY_CODE or word in (DONE, WITHDRAWN) else OTHER
         self._ended[kind, known] = self._ended.get((kind, known), 0) + 1

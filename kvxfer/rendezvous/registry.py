@@ -316,7 +316,7 @@ class Registry:
 
     @property
     def workers(self) -> int:
-        """How many are linked."""
+        """How many workers are connected."""
         return self._workers
 
     @property
@@ -325,7 +325,7 @@ class Registry:
         return self._book.tally
 
     def counts(self) -> Counts:
-        """The gauges, now."""
+        """The gauges as they are now."""
         return Counts(
             workers=self._workers,
             peers=len(self._peers),

@@ -28,15 +28,15 @@ class FairShares:
         self._held: dict[Hashable, int] = {}
 
     def held(self, who: Hashable) -> int:
-        """What this one holds."""
+        """How many units this user holds."""
         return self._held.get(who, 0)
 
     def others(self, who: Hashable) -> bool:
-        """Somebody else holds some."""
+        """True when another user holds some."""
         return self.total > self.held(who)
 
     def room(self, who: Hashable, amount: int = 1) -> bool:
-        """Whether ``take`` is allowed."""
+        """True when this user may `take` ``amount`` more units now."""
         return self.total + amount <= self.limit and not exceeds_fair_share(
             self.held(who), self.total, self.limit, amount
         )
@@ -47,7 +47,7 @@ class FairShares:
         self.total += amount
 
     def give(self, who: Hashable, amount: int = 1) -> None:
-        """It is free again."""
+        """``amount`` units of this user are free again."""
         left = self.held(who) - amount
         assert left >= 0, "more is given back than was taken"
         self.total -= amount

@@ -162,7 +162,7 @@ class Refuse(Message):
 @numbered(6)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Ping(Message):
-    """Are you there?"""
+    """Asks whether the other side is alive; answered by `Pong`."""
 
     rid: Rid = 0
 
@@ -170,7 +170,7 @@ class Ping(Message):
 @numbered(7)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Pong(Message):
-    """Yes."""
+    """Answers a `Ping`."""
 
     rid: Rid = 0
 
@@ -395,7 +395,7 @@ class Listen(Message):
 @numbered(32)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Unlisten(Message):
-    """Worker: no more."""
+    """Worker to daemon: it listens to this channel no more."""
 
     rid: Rid = 0
     channel: Channel
@@ -417,7 +417,7 @@ class Delivery(Message):
 @numbered(50)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Status(Message):
-    """How are you?"""
+    """Asks a daemon for its status."""
 
     rid: Rid = 0
 
@@ -474,7 +474,7 @@ CLAIMS_MAX = CONFIRM_BYTES_MAX // CLAIM_BYTES  # in one message
 
 
 def pack_claims(claims: Iterable[ClaimKey]) -> bytes:
-    """One after the other."""
+    """Claims packed one after the other."""
     return b"".join(bytes.fromhex(posting) + number.to_bytes(4, "big") for posting, number in claims)
 
 

@@ -120,7 +120,7 @@ class Transfers:
     # -- orders ----------------------------------------------------------------------------------------------------
 
     def follow(self, orders: Orders) -> None:
-        """Begin what is ordered."""
+        """Begin what the scheduler's orders say."""
         for request_id, send in orders.send.items():
             kept = self._about(request_id)
             kept.task = self._tasks.spawn(self._keep(request_id, send, kept), f"keep {request_id}")
