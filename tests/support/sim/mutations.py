@@ -132,10 +132,10 @@ def _lost_worker_not_told() -> list[Change]:
 
 
 def _claim_granted_twice() -> list[Change]:
-    """There is one more place in an offer than there is."""
+    """A ticket has one place more than its owner gave it."""
 
     def free(posting: Any) -> bool:
-        places = posting.places + (posting.kind == "offer")
+        places = posting.places + (posting.kind == "ticket")
         return not posting.places or posting.spent + len(posting.claims) < places
 
     return [(Posting, "free", property(free))]

@@ -50,6 +50,7 @@ WHOLE = Box(layers=range(2), parts=range(2), heads=range(1), tokens=range(0))
 WIDTH = 8  # bytes of one token in one part of one layer
 TIMEOUT_S = 4.0
 SLACK_S = 8.0  # beside a flow's own deadline: a daemon to wait for, a cancelled part to settle, both with their limits
+SURPLUS_EVERY = 6  # with trouble, a flow whose number it divides has a reader too many
 KINDS = ("push", "push", "push", "pull", "pull", "land", "put", "mail")
 EVERY = (*sorted(set(KINDS)), "slow")  # what is there besides is played when a plan names it
 Bytes = npt.NDArray[np.uint8]
@@ -467,6 +468,8 @@ class Work:
             self._part(flow, f"pull{index}", reader, pull, 3 * TIMEOUT_S)
         if self.trouble and self.rng.random() < 0.2:
             self._part(flow, "forge", far, self._forge(ticket), 3 * TIMEOUT_S)
+        if self.trouble and flow.number % SURPLUS_EVERY == 0:  # more readers than the ticket has places
+            self._part(flow, "surplus", near, pull, 3 * TIMEOUT_S)
 
     @staticmethod
     async def _routed(ticket: asyncio.Future[dict[str, Any]]) -> None:
