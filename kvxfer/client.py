@@ -260,7 +260,7 @@ class ClientLife:
         return self._mailboxes
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Of a call that begins now; ``timeout`` None: the configuration's `timeout_s`."""
+        """The deadline of a call that begins now: ``timeout`` seconds (None: `timeout_s`). Raises: `UsageError`."""
         return Deadline.after(self.config.timeout_s if timeout is None else timeout)
 
     def _timeout(self, timeout: float | None) -> float:
@@ -303,7 +303,7 @@ class ClientLife:
 
 
 class Peer:
-    """One node under its candidate addresses. Made by `Client.connect`."""
+    """A handle of one node under its candidate addresses, ``host:port``; made by `Client.connect`."""
 
     def __init__(self, client: Client, node: tuple[str, ...]) -> None:
         self._client = client
@@ -354,8 +354,11 @@ RELEASED_MAX = 4096  # tickets that are remembered, so that releasing one again 
 class Client(ClientLife):
     """``async with kvxfer.Client() as client``: connected to the daemon of this node.
 
-    ``socket`` is the daemon's Unix socket; by default it is looked for in the configured socket directory. Raises
-    `DaemonUnavailable` when nobody serves it.
+    ``socket`` is the daemon's Unix socket; by default it is looked for in the configured socket directory. ``name`` is
+    shown in logs and metrics.
+
+    Raises: on entering `DaemonUnavailable` when nobody serves the socket, `NotAllowed` or `VersionMismatch` when the
+    daemon refuses, `TransportError` when the engine cannot start, `UsageError` the second time.
     """
 
     # -- memory ---------------------------------------------------------------------------------------------
@@ -371,7 +374,7 @@ class Client(ClientLife):
         spill: str | None = None,
         timeout: float | None = None,
     ) -> Region:
-        """``length`` bytes that peers can reach.
+        """Allocate ``length`` bytes that peers can reach.
 
         Without more: shareable memory of this host (hugepages when there are any), touched once; ``region.array`` is
         it, and peers on this host reach it without a system call per transfer. ``memory="hbm"`` with a ``device``:
@@ -383,8 +386,9 @@ class Client(ClientLife):
         After ``timeout`` seconds (None: `timeout_s`, and a second for each 256 MiB) it is a `TransferTimeout`, and what
         the driver allocates after all is given back.
 
-        Raises `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
-        `InvalidLength`, and `TransportUnavailable` when there is no such device or no library for it.
+        Raises: `ShmTooSmall` or `RegistrationError` (what was asked for, what there is, what to do), `TooLarge`,
+        `InvalidLength`, `UsageError` (``memory``, ``device`` and so on), `TransferTimeout`, and `TransportUnavailable`
+        when there is no such device or no library for it.
         """
         check_span(0, length, U64_MAX, "alloc")
         plane = self.plane
@@ -437,8 +441,8 @@ class Client(ClientLife):
     async def register_many(self, sources: Sequence[Any], *, device: int | None = None) -> tuple[Region, ...]:
         """`register` for each of them, or for none: what was registered before one failed is given back.
 
-        Raises `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or
-        what `register` says about a source that makes no sense. Until a later call goes well `unready` says why.
+        Raises: `RegistrationError` (which one, how many bytes, how many before it, errno, what to do), or what
+        `register` raises for a source that makes no sense. Until a later call goes well `unready` says why.
         """
         made = await register_all(
             lambda source: self.register(source, device=device), sources, self._reporter.not_registered

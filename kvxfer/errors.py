@@ -137,7 +137,7 @@ class ClosedError(UsageError):
     code = "closed"
 
 
-# -- the peer spoke nonsense ------------------------------------------------------------------------
+# -- the peer broke the protocol ------------------------------------------------------------------------
 
 
 class ProtocolError(KvxferError):

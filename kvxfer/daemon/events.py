@@ -19,7 +19,7 @@ from kvxfer.wire.messages import PostingEvent
 QUEUE_PART = 16  # of a link's bound: so much of it may events fill
 KEPT_MAX = 1024  # claims with events that a worker has not taken yet, until new claims on its postings are refused
 KEPT_DETAIL_CHARS = 200
-LOOK_S = 0.02
+RETRY_S = 0.02
 ENDS = ("settled", "lost")
 
 Key = tuple[str, int]
@@ -33,7 +33,7 @@ class Events:
         self._loop = asyncio.get_running_loop()
         self._queue_bytes_max = queue_bytes_max // QUEUE_PART
         self._kept: dict[Link, OrderedDict[Key, list[PostingEvent]]] = {}
-        self._look: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.merged = 0
 
     def kept(self, link: Link) -> int:
@@ -53,8 +53,8 @@ class Events:
             self._send(link, event)
             return
         self._keep(link, replace(event, detail=event.detail[:KEPT_DETAIL_CHARS]), kind)
-        if self._look is None:
-            self._look = self._loop.call_later(LOOK_S, self._look_again)
+        if self._timer is None:
+            self._timer = self._loop.call_later(RETRY_S, self._retry)
 
     def forget(self, link: Link) -> None:
         """The connection has ended: its kept events are dropped."""
@@ -63,8 +63,8 @@ class Events:
     def close(self) -> None:
         """Nothing is told any more."""
         self._kept.clear()
-        if self._look is not None:
-            self._look.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _keep(self, link: Link, event: PostingEvent, kind: str) -> None:
         waiting = self._kept.setdefault(link, OrderedDict())
@@ -80,8 +80,8 @@ class Events:
         self.merged += len(before) - len(kept)
         waiting[key] = [*kept, event]
 
-    def _look_again(self) -> None:
-        self._look = None
+    def _retry(self) -> None:
+        self._timer = None
         for link in tuple(self._kept):
             waiting = self._kept[link]
             while waiting and not link.closed.done() and link.queued_bytes <= self._queue_bytes_max:
@@ -91,4 +91,4 @@ class Events:
             if not waiting or link.closed.done():
                 self._kept.pop(link, None)
         if self._kept:
-            self._look = self._loop.call_later(LOOK_S, self._look_again)
+            self._timer = self._loop.call_later(RETRY_S, self._retry)

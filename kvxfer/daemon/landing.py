@@ -238,7 +238,7 @@ def _clear_device(engine: Engine, region: RegionInfo, length: int) -> None:
 
 
 PASSES_MAX = 16  # so many that came later go first
-OF_EACH_MAX, LOOKS_MAX = 4, 256  # of one node's line, and of all lines, so many are looked at for the next turn
+OF_EACH_MAX, HEADS_MAX = 4, 256  # of one node's line, and of all lines, so many are considered for the next slot
 
 
 class StagingRoom(enum.Enum):
@@ -255,7 +255,7 @@ class _QueuedLanding:
     account: Hashable
     room: Callable[[], StagingRoom]
     asked: tuple[object, int]
-    looked: asyncio.Future[None]  # resolves when it is worth another look
+    wakeup: asyncio.Future[None]  # resolves when it is worth another try
     passed: int = 0
 
 
@@ -298,15 +298,15 @@ class StagingQueue:
         mine = self._enter(room, account, (asker, request), loop.create_future())
         try:
             while (turn := self._turn()) is None or turn[0] is not mine:
-                mine.looked = loop.create_future()
+                mine.wakeup = loop.create_future()
                 await asyncio.wait(
-                    (mine.looked, gone), timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED
+                    (mine.wakeup, gone), timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED
                 )
-                if mine.looked.cancelled() or gone.done():
+                if mine.wakeup.cancelled() or gone.done():
                     return True
                 if self._error is not None:
                     raise self._error
-                if not mine.looked.done():
+                if not mine.wakeup.done():
                     return False
             for other in turn[1]:
                 other.passed += 1
@@ -314,7 +314,7 @@ class StagingQueue:
             return True
         finally:
             self._leave(mine)
-            self.look()
+            self.wake_next()
 
     def pass_all(self) -> bool:
         """Whether one that does not wait, and fits, may go before all these; it is counted as having done so."""
@@ -325,23 +325,23 @@ class StagingQueue:
             one.passed += 1
         return True
 
-    def look(self) -> None:
+    def wake_next(self) -> None:
         """There may be room for one of them."""
         turn = self._turn()
-        if turn is not None and not turn[0].looked.done():
-            turn[0].looked.set_result(None)
+        if turn is not None and not turn[0].wakeup.done():
+            turn[0].wakeup.set_result(None)
 
     def give_up(self, asker: object, request: int) -> None:
         """Nobody waits for the answer of this request any more."""
         if (one := self._by_request.get((asker, request))) is not None:
-            one.looked.cancel()
+            one.wakeup.cancel()
 
     def fail(self, error: KvxferError) -> None:
         """Nobody will have a turn from now on."""
         self._error = error
         for one in tuple(self._by_request.values()):
-            if not one.looked.done():
-                one.looked.set_result(None)
+            if not one.wakeup.done():
+                one.wakeup.set_result(None)
 
     def _full(self, account: Hashable) -> TooManyPending:
         return too_many("wait for room in the landing pool", "waiting_max", self._places, account)
@@ -351,10 +351,10 @@ class StagingQueue:
         room: Callable[[], StagingRoom],
         account: Hashable,
         asked: tuple[object, int],
-        looked: asyncio.Future[None],
+        wakeup: asyncio.Future[None],
     ) -> _QueuedLanding:
         self._last += 1
-        mine = _QueuedLanding(self._last, account, room, asked, looked)
+        mine = _QueuedLanding(self._last, account, room, asked, wakeup)
         self._places.take(account)
         self._lines.setdefault(account, OrderedDict())[mine.number] = mine
         self._by_request[asked] = mine
@@ -372,7 +372,7 @@ class StagingQueue:
     def _first(self) -> list[_QueuedLanding]:
         """Those who came first, of each node and of all."""
         heads = (one for line in self._lines.values() for one in islice(line.values(), OF_EACH_MAX))
-        return heapq.nsmallest(LOOKS_MAX, heads, key=lambda one: one.number)
+        return heapq.nsmallest(HEADS_MAX, heads, key=lambda one: one.number)
 
     def _turn(self) -> tuple[_QueuedLanding, list[_QueuedLanding]] | None:
         """Whose turn it is, and whom it passes; None: nobody's."""
@@ -600,7 +600,7 @@ class StagingPool:
         self._held.give(landing.account, landing.size)
         self._pieces.give(landing.account)
         self._bodies.give(landing.account, _body_bytes(landing))
-        self._line.look()
+        self._line.wake_next()
 
     async def _allocate(self, landing: StagingBuffer, link: Link, message: m.Land) -> None:
         """New memory for it; a card that others have filled is passed over for the next one."""

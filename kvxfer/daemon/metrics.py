@@ -238,7 +238,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "frames": "Data frames, or calls of a copy routine.",
     "inline_ops": "Operations that ended inside their submission.",
     "refused": "Accesses that the owner of the memory refused.",
-    "protocol_errors": "Data connections that were dropped for speaking nonsense.",
+    "protocol_errors": "Data connections that were dropped for breaking the protocol.",
     "notifies_sent": "Notifications sent on the data path.",
     "notifies_received": "Notifications received on the data path.",
     "peers_lost": "Data connections that were lost.",

@@ -37,7 +37,7 @@ class Nodes:
         self._settled_s = config.keepalive_s + 2 * config.dead_s
         self._count = FairShares(config.links_max + config.peers_max)
         self._links: dict[str, dict[Link, None]] = {}
-        self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._twin_timers: dict[str, asyncio.TimerHandle] = {}
         self.twins: dict[str, frozenset[str]] = {}  # node ids that several processes have, by incarnation
 
     def admit(self, facts: Facts) -> None:
@@ -54,9 +54,9 @@ class Nodes:
         self._count.take(who)
         if who != TOOLS:
             self._links.setdefault(who, {})[link] = None
-            if len(self._incarnations(who)) > 1 and who not in self._looks:
+            if len(self._incarnations(who)) > 1 and who not in self._twin_timers:
                 loop = asyncio.get_running_loop()
-                self._looks[who] = loop.call_later(self._settled_s, self._look, who)
+                self._twin_timers[who] = loop.call_later(self._settled_s, self._check_twins, who)
 
     def remove(self, link: Link) -> None:
         """A connection has ended: count it no more."""
@@ -76,9 +76,9 @@ class Nodes:
 
     def close(self) -> None:
         """Cancel the timers."""
-        for look in self._looks.values():
-            look.cancel()
-        self._looks.clear()
+        for timer in self._twin_timers.values():
+            timer.cancel()
+        self._twin_timers.clear()
 
     @staticmethod
     def _who(link: Link) -> str:
@@ -88,8 +88,8 @@ class Nodes:
         found = {link.peer.incarnation for link in self._links.get(node_id, ())}
         return frozenset(found | ({self._own[1]} if node_id == self._own[0] else set()))
 
-    def _look(self, node_id: str) -> None:
-        del self._looks[node_id]
+    def _check_twins(self, node_id: str) -> None:
+        del self._twin_timers[node_id]
         found = self._incarnations(node_id)
         if len(found) > 1 and self.twins.get(node_id) != found:
             self.twins[node_id] = found

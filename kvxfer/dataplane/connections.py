@@ -50,7 +50,7 @@ from kvxfer.tasks import TaskOwner, shared
 
 
 SWEEP_MAX, SWEEP_S = 10, 0.25  # closed in small groups: at most 40 per second
-LOOKS = 4  # so often in `idle_s` the timer looks
+SWEEPS_PER_IDLE = 4  # how often in `idle_s` the counters are polled
 
 
 class Evictable(Protocol):
@@ -98,7 +98,7 @@ class IdleSweeper(Generic[C]):
         """A connection was opened: watch it."""
         self.use(connection)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._idle_s / LOOKS, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._idle_s / SWEEPS_PER_IDLE, self._sweep)
 
     def stop(self) -> None:
         """The owner closes."""
@@ -155,7 +155,7 @@ class IdleSweeper(Generic[C]):
                 self._line.remove(waiter)
         return True
 
-    def _look(self) -> None:
+    def _sweep(self) -> None:
         now = asyncio.get_running_loop().time()
         found = tuple(self._connections())
         due = sorted((one for one in found if self._due(one, now)), key=lambda one: one.used)
@@ -166,8 +166,8 @@ class IdleSweeper(Generic[C]):
         left = {id(one) for one in found}
         self._seen = {key: seen for key, seen in self._seen.items() if key in left}
         more = len(due) > SWEEP_MAX
-        delay_s = SWEEP_S if more else self._idle_s / LOOKS
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look) if found else None
+        delay_s = SWEEP_S if more else self._idle_s / SWEEPS_PER_IDLE
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._sweep) if found else None
 
     def _due(self, one: C, now: float) -> bool:
         seen = self._seen.get(id(one))

@@ -77,7 +77,7 @@ class StallWatch:
             self._count(-1)
 
     def aclose(self) -> None:
-        """Look no more."""
+        """Stop watching: cancel the timer."""
         self._closed = True
         self._watched.clear()
         if self._timer is not None:

@@ -75,7 +75,7 @@ async def test_who_has_its_share_holds_up_nobody_and_a_full_line_of_one_node_kee
     assert await other.task
     assert order == ["b81"]
     greedy[3].room = StagingRoom.FITS
-    line.look()
+    line.wake_next()
     assert await greedy[3].task
     line.give_up(greedy[70], 1)
     assert await greedy[70].task
@@ -97,7 +97,7 @@ async def test_one_large_one_at_the_head_of_another_line_lets_others_pass() -> N
     assert not late.task.done()
     assert not line.pass_all()
     large.room = StagingRoom.FITS
-    line.look()
+    line.wake_next()
     assert await large.task
     assert await late.task
     assert order[-2:] == ["a0", "b1"]

@@ -87,7 +87,7 @@ async def test_a_successor_is_no_twin(caplog: pytest.LogCaptureFixture) -> None:
         found.add(first)
         found.add(second)
         found.remove(first)
-        await until(lambda: not found._looks)
+        await until(lambda: not found._twin_timers)
     assert not found.twins
     assert not caplog.records
 
