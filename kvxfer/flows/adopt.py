@@ -43,8 +43,9 @@ class Adoption:
     block: what was read lately may have been zeros. What is on a device stays mapped, and its memory in quarantine,
     until the block is left.
 
-    Raises: on entering `UnknownTransfer` (nothing landed in time), `TransferTimeout`, `TransportUnavailable` (this
-    process cannot map it), `DaemonUnavailable`, `ProtocolError`; `UsageError` when it is entered twice.
+    Raises: on entering `UnknownTransfer` (nothing landed in time), `TransferTimeout`, `TransportError` or
+    `PeerUnreachable` (this process cannot map host memory of the daemon), `DaemonUnavailable`, `ProtocolError`;
+    `UsageError` when it is entered twice.
     """
 
     def __init__(self, client: Client, request_id: str, *, wait_s: float, timeout: float) -> None:

@@ -356,8 +356,8 @@ class Share:
     async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
         """Keep the name for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``.
 
-        Raises: `UsageError` (withdrawn, or ``lease_s``), `UnknownTransfer` (it is over), `TransferTimeout`,
-        `DaemonUnavailable`.
+        Raises: `UsageError` (withdrawn, or ``lease_s``), `LeaseExpired` or `UnknownTransfer` (it is over),
+        `TransferTimeout`, `DaemonUnavailable`.
         """
         if self._handle is None:
             raise UsageError("this share was withdrawn")

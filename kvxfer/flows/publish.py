@@ -163,8 +163,8 @@ class Publication:
     async def renew(self, lease_s: float, *, timeout: float | None = None) -> None:
         """Let the ticket live for another ``lease_s`` seconds from now; the daemon has to say so within ``timeout``.
 
-        Raises: `UsageError` outside the block or for ``lease_s``, `UnknownTransfer` (it is over), `TransferTimeout`,
-        `DaemonUnavailable`.
+        Raises: `UsageError` outside the block or for ``lease_s``, `LeaseExpired` or `UnknownTransfer` (it is over),
+        `TransferTimeout`, `DaemonUnavailable`.
         """
         if self._posting is None:
             raise UsageError("a publication can be renewed inside its block only")
