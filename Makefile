@@ -93,6 +93,7 @@ check-static: build $(VENV)/.dev
 	step "clang-format" $(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
 	if tools/system-packages --has clang; then step "static analysis" $(PY) -m tools.analyze; fi
 	step "source rules" $(PYTEST) -q tests/test_sourcecode.py
+	step "names for tests alone" $(PY) -m tools.unused
 	[ -z "$$failed" ]
 
 check: check-static ## formats, lint, types, source rules, then the quick tests

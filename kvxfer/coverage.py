@@ -194,16 +194,6 @@ class Coverage:
         """Whether all of the wanted part of a box has arrived (so also when nothing of it is wanted)."""
         return self._missing_of(box) == 0
 
-    def overlap(self, box: Box) -> Box | None:
-        """A part of the box that arrived already; None when there is none."""
-        section = _section(box)
-        for number in _common(box.layers, self.want.layers):
-            wanted = _meet(_section(self.want), section)
-            arrived = _cut([wanted], self._missing[number - self._first]) if wanted else []
-            if arrived:
-                return _box(arrived[0], range(number, number + 1))
-        return None
-
     def _missing_of(self, box: Box) -> int:
         section = _section(box)
         layers = _common(box.layers, self.want.layers)

@@ -439,7 +439,7 @@ GOOD = [
     ),
     (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept OSError:\n    pass"),
     (on_tree(rules.swallowed_errors), "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
-    (on_tree(rules.transport_conditions), "if transport.can_map:\n    f('tcp')"),
+    (on_tree(rules.transport_conditions), "if transport.same_host:\n    f('tcp')"),
     (sizes, "def f():\n" + "    x = 1\n" * 59),
     (on_text(rules.c_sizes, "x.c"), "int f(void) {\n" + "    g();\n" * 78 + "}\n"),
     (on_text(rules.c_sizes, "x.c"), "static const int table[] = {\n" + "    1,\n" * 100 + "};\n"),

@@ -14,7 +14,6 @@ from kvxfer.bench.rows import Row, better_of
 from kvxfer.bench.table import aligned, number
 from kvxfer.errors import UsageError
 
-TOLERANCE = 0.25
 NOISY = ("p90_us", "p99_us", "max_us", "p99_ms", "p50_times", "p99_times", "open_p50_us", "open_p50_ms")
 """Tails say more about the neighbours than about us: shown, not judged."""
 

@@ -6,8 +6,7 @@ and its size (short ones first), and a line per peer and rank, first in first ou
 from what is more urgent: an operation counts what is in flight of its own rank and of those before it, and a rank that
 has nothing in flight may always start one, so that nothing starves. Within a rank the limit for all is handed round the
 peers in turn, and a large operation at the head of the turn cannot be overtaken for ever by small ones of other peers.
-The receiver leads: it may grant credits, and then nothing starts without one. What can never be admitted is refused at
-once.
+What can never be admitted is refused at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from kvxfer.config import Config
-from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge, UsageError
+from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge
 
 # -- where a piece of work stands on its way into the engine: in line for the peer's window, about to go, or waiting
 # because the engine had no room.
@@ -187,7 +186,6 @@ class SubmitQueue(Generic[W]):
 
 
 Verdict = Literal["admitted", "queued"]
-CREDITS_MAX = 1 << 30
 SHORT_BYTES = 4 << 20  # an operation of at most so many bytes is short; as KVX_SHORT_BYTES in native/turns.h
 PASSES = 8
 RANKS = 6  # critical, normal, bulk: the short ones and the others of each
@@ -222,16 +220,6 @@ class WindowLimit:
         return f"{self.option}, {self.in_use} of {self.limit} in use"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerWindow:
-    """One peer now: what is in flight, what waits, and the credits left (None: the receiver sets no limit)."""
-
-    ops: int
-    bytes: int
-    waiting: int
-    credits: int | None
-
-
 class RankScheduler:
     """Whose turn it is among ranks of which each has somebody who waits; as `native/turns.h` does it."""
 
@@ -250,12 +238,11 @@ class RankScheduler:
 
 
 class _PeerState:
-    __slots__ = ("bytes", "credits", "lines", "ops", "waiting")
+    __slots__ = ("bytes", "lines", "ops", "waiting")
 
     def __init__(self) -> None:
         self.ops = [0] * RANKS
         self.bytes = [0] * RANKS
-        self.credits: int | None = None
         self.lines: dict[int, OrderedDict[WindowSlot, None]] = {}  # by rank; only those in which somebody waits
         self.waiting = 0
 
@@ -288,11 +275,6 @@ class Admission:
     def waiting(self) -> int:
         """How many wait, for all peers together."""
         return self._waiting
-
-    def window(self, peer: Hashable) -> PeerWindow:
-        """What one peer uses now."""
-        state = self._peers.get(peer) or _PeerState()
-        return PeerWindow(ops=sum(state.ops), bytes=sum(state.bytes), waiting=state.waiting, credits=state.credits)
 
     def admit(self, peer: Hashable, size: int, now: float, *, rank: int = 2) -> tuple[WindowSlot, Verdict]:
         """Ask for one operation of `size` bytes. ``rank``: see `rank_of`.
@@ -368,52 +350,12 @@ class Admission:
         """What one that waits is waiting for: the limit that keeps the head of its line from starting."""
         config, state, rank = self._config, self._peers[slot.peer], slot.rank
         ops, inflight = sum(state.ops[: rank + 1]), sum(state.bytes[: rank + 1])
-        if state.credits == 0:
-            return WindowLimit(option="credits", in_use=0, limit=0)
         if ops >= config.window_ops_max:
             return WindowLimit(option="window_ops_max", in_use=ops, limit=config.window_ops_max)
         if inflight + state.head(rank).bytes > config.window_bytes_max:
             return WindowLimit(option="window_bytes_max", in_use=inflight, limit=config.window_bytes_max)
         inflight = sum(self._bytes[: rank + 1])
         return WindowLimit(option="inflight_bytes_max", in_use=inflight, limit=config.inflight_bytes_max)
-
-    def set_credits(self, peer: Hashable, count: int | None) -> list[WindowSlot]:
-        """The receiver begins to lead with `count` credits, or stops (None). Replaces what was left."""
-        if count is not None and not 0 <= count <= CREDITS_MAX:
-            raise UsageError(f"credits are 0 to {CREDITS_MAX}", count=count)
-        state = self._peers.setdefault(peer, _PeerState())
-        state.credits = count
-        started = self._start(peer)
-        self._tidy(peer)
-        return started
-
-    def grant_credit(self, peer: Hashable, count: int = 1) -> list[WindowSlot]:
-        """The receiver allows `count` more operations. Each admission uses one up; its end does not return it."""
-        if not 1 <= count <= CREDITS_MAX:
-            raise UsageError(f"credits are 1 to {CREDITS_MAX}", count=count)
-        state = self._peers.get(peer)
-        left = state.credits or 0 if state is not None else 0
-        if left + count > CREDITS_MAX:
-            raise UsageError("the peer grants more credits than can be used", credits=left, count=count)
-        return self.set_credits(peer, left + count)
-
-    def remove_peer(self, peer: Hashable) -> tuple[list[WindowSlot], list[WindowSlot]]:
-        """The peer is gone: returns its waiters, to be failed, and the permits of others that may start now.
-
-        Its running operations still end by `done`.
-        """
-        state = self._peers.get(peer)
-        if state is None:
-            return [], []
-        waiting = [slot for rank in sorted(state.lines) for slot in state.lines[rank]]
-        self._waiting -= state.waiting
-        state.waiting = 0
-        state.lines.clear()
-        state.credits = None
-        for rank in range(RANKS):
-            self._drop_turn(peer, rank)
-        self._tidy(peer)
-        return waiting, self._serve_turns(0, RANKS - 1)
 
     def check(self) -> None:
         """Assert internal consistency, and that nothing waits without a reason."""
@@ -436,9 +378,8 @@ class Admission:
     def _check_peer(self, peer: Hashable, state: _PeerState) -> None:
         config = self._config
         mine = [slot for slot in self._running if slot.peer == peer]
-        assert state.credits is None or state.credits >= 0
         assert state.waiting == sum(map(len, state.lines.values())) <= config.window_waiters_max
-        assert mine or state.waiting or state.credits is not None, "a peer without use was kept"
+        assert mine or state.waiting, "a peer without use was kept"
         assert all(state.lines.values())
         for rank in range(RANKS):
             ranked = [slot for slot in mine if slot.rank == rank]
@@ -453,8 +394,6 @@ class Admission:
         state.bytes[rank] += slot.bytes
         self._ops[rank] += 1
         self._bytes[rank] += slot.bytes
-        if state.credits is not None:
-            state.credits -= 1
         self._running.add(slot)
 
     def _has_room(self, state: _PeerState, rank: int, size: int) -> bool:
@@ -462,8 +401,6 @@ class Admission:
         return self._fits(state, rank, size) and self._fits_all(rank, size)
 
     def _fits(self, state: _PeerState, rank: int, size: int) -> bool:
-        if state.credits == 0:
-            return False
         if not state.ops[rank]:
             return True
         config, until = self._config, rank + 1
@@ -506,8 +443,8 @@ class Admission:
         return started
 
     def _follow(self, peer: Hashable, state: _PeerState, rank: int) -> None:
-        """One of this rank began: what is less urgent may have lost its room, and all ranks their credit."""
-        for other in range(0 if state.credits == 0 else rank, RANKS):
+        """One of this rank began: what is less urgent may have lost its room."""
+        for other in range(rank, RANKS):
             self._take_turn(peer, state, other)
 
     def _leave(self, slot: WindowSlot, state: _PeerState) -> None:
@@ -524,7 +461,7 @@ class Admission:
 
     def _tidy(self, peer: Hashable) -> None:
         state = self._peers[peer]
-        if not any(state.ops) and not state.waiting and state.credits is None:
+        if not any(state.ops) and not state.waiting:
             del self._peers[peer]
 
 

@@ -121,16 +121,6 @@ def device_info(device: int) -> AscendDevice:
     )
 
 
-def status_of(raw: int) -> StatusCode:
-    """Our status for one of the vendor's."""
-    return StatusCode(lib.kvx_ascend_status(raw))
-
-
-def latches(raw: int) -> bool:
-    """Is the link dead after this status of the vendor, until it is connected anew?"""
-    return bool(lib.kvx_ascend_latches(raw))
-
-
 def vendor_error(status: int, raw: int, *, what: str, said: str = "", device: int | None = None) -> KvxferError:
     """The typed error of a call into the libraries: ours for the class, the vendor's number and text as fields."""
     return error_for(status, what=what, device=device, vendor_status=raw or None, vendor_says=said or None)

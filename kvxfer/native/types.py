@@ -243,28 +243,6 @@ class TransportInfo:
     local_memory: int
     secret: bytes | None = field(default=None, repr=False)  # what a peer needs beside the endpoint
 
-    @property
-    def can_put(self) -> bool:
-        return bool(self.caps & Caps.PUT)
-
-    @property
-    def can_get(self) -> bool:
-        return bool(self.caps & Caps.GET)
-
-    @property
-    def can_notify(self) -> bool:
-        return bool(self.caps & Caps.NOTIFY)
-
-    @property
-    def can_inline(self) -> bool:
-        """Small operations complete inside `Engine.submit`."""
-        return bool(self.caps & Caps.INLINE)
-
-    @property
-    def can_map(self) -> bool:
-        """An import of host memory can be mapped."""
-        return self.maps(MemoryKind.DRAM)
-
     def maps(self, kind: MemoryKind) -> bool:
         """An import of this kind of memory can be mapped: read in place, without a copy."""
         return bool(self.caps & (Caps.MAP_HBM if kind is MemoryKind.HBM else Caps.MAP))
@@ -315,11 +293,6 @@ class RegionInfo:
     def shared(self) -> bool:
         """Peers on this host can map it."""
         return bool(self.flags & 1)
-
-    @property
-    def huge(self) -> bool:
-        """Hugepages are in use."""
-        return bool(self.flags & 2)
 
     @property
     def read_only(self) -> bool:

@@ -635,10 +635,6 @@ class Link(asyncio.Protocol):
             self._transport.write(encode(m.Goodbye(reason=reason)))
         self._end(ClosedError(f"this side closed the link: {reason}", peer=self.name))
 
-    def say_goodbye(self, reason: str) -> None:
-        """Announce that this side begins nothing new and will close; what runs goes on."""
-        self.send(m.Goodbye(reason=reason))
-
     def abort(self, reason: str = "aborted") -> None:
         """Drop the connection at once."""
         self._end(ClosedError(f"this side dropped the link: {reason}", peer=self.name))

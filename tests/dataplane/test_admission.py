@@ -1,4 +1,4 @@
-"""Admission: order, limits, credits, and that whatever can start does start."""
+"""Admission: order, limits, and that whatever can start does start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvxfer.config import Config
 from kvxfer.dataplane.admission import PASSES, RANKS, SHORT_BYTES, Admission, RankScheduler, WindowSlot, rank_of
-from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge, UsageError
+from kvxfer.errors import InternalError, InvalidLength, PeerBackpressure, TooLarge
 from kvxfer.native.engine import PRIORITY_FLAGS
 from tests.native.alone import compiled_text
 from tests.native.sources import NATIVE
@@ -36,7 +36,7 @@ def test_the_window_counts_operations() -> None:
     assert verdict == "queued"
     fourth, _ = admission.admit("a", 1, 0.0)
     assert admission.done(first) == [third]
-    assert admission.window("a").waiting == 1
+    assert admission.waiting == 1
     assert admission.done(third) == [fourth]
     assert admission.inflight_ops == 2
 
@@ -48,7 +48,7 @@ def test_bytes_at_the_limit_pass_and_one_more_never_does() -> None:
     with pytest.raises(TooLarge) as caught:
         admission.admit("b", 4 * KIB64 + 1, 0.0)
     assert (caught.value.fields["limit"], caught.value.fields["option"]) == (4 * KIB64, "window_bytes_max")
-    assert admission.window("b").waiting == 0
+    assert admission.waiting == 1, "what can never be admitted does not wait"
     admission.check()
 
 
@@ -148,22 +148,10 @@ def test_all_lines_together_are_bounded_and_the_error_names_the_limit() -> None:
     admission.check()
     slot, verdict = admission.admit("b", 1, 0.0)
     assert verdict == "queued"
-    assert admission.remove_peer("b")[0] == [waiting[1], slot]
+    admission.abandon(waiting[1])
+    admission.abandon(slot)
     admission.check()
     assert admission.admit("c", 1, 0.0)[1] == "queued", "what left its line, however it left, makes room"
-
-
-def test_credits_lead() -> None:
-    admission = make(ops=8)
-    assert admission.set_credits("a", 1) == []
-    assert admission.admit("a", 1, 0.0)[1] == "admitted"
-    second, verdict = admission.admit("a", 1, 0.0)
-    assert verdict == "queued"
-    third, _ = admission.admit("a", 1, 0.0)
-    assert admission.grant_credit("a") == [second]
-    assert admission.done(second) == [], "the end of an operation gives no credit back"
-    assert admission.window("a").credits == 0
-    assert admission.set_credits("a", None) == [third]
 
 
 def test_a_permit_ends_once() -> None:
@@ -204,8 +192,6 @@ def test_what_waits_says_which_limit_it_waits_for() -> None:
     narrow = make(ops=1)
     narrow.admit("a", 0, 0.0)
     assert narrow.blocked_by(narrow.admit("a", 0, 0.0)[0]).option == "window_ops_max"
-    narrow.set_credits("a", 0)
-    assert narrow.blocked_by(narrow.admit("a", 0, 0.0)[0]).option == "credits"
 
 
 def test_abandoning_the_head_lets_the_next_one_go() -> None:
@@ -217,15 +203,12 @@ def test_abandoning_the_head_lets_the_next_one_go() -> None:
     admission.check()
 
 
-def test_a_lost_peer_frees_the_turn_for_others() -> None:
+def test_a_waiter_that_leaves_frees_the_turn_for_others() -> None:
     admission = make(ops=8, total=4 * KIB64)
     running, _ = admission.admit("b", 2 * KIB64, 0.0)
     blocked, _ = admission.admit("a", 4 * KIB64, 0.0)
     small, _ = admission.admit("b", KIB64, 0.0)
-    assert admission.remove_peer("a") == ([blocked], [small])
-    assert admission.remove_peer("a") == ([], [])
-    failed, started = admission.remove_peer("b")
-    assert (failed, started) == ([], [])
+    assert admission.abandon(blocked) == [small]
     admission.done(running)
     admission.done(small)
     assert admission.inflight_ops == 0
@@ -236,16 +219,6 @@ def test_a_lost_peer_frees_the_turn_for_others() -> None:
 def test_sizes_are_checked(size: int) -> None:
     with pytest.raises(InvalidLength):
         make().admit("a", size, 0.0)
-
-
-@pytest.mark.parametrize("count", [-1, 1 << 31])
-def test_credits_are_checked(count: int) -> None:
-    admission = make()
-    with pytest.raises(UsageError):
-        admission.set_credits("a", count)
-    with pytest.raises(UsageError):
-        admission.grant_credit("a", count)
-    admission.check()
 
 
 @settings(max_examples=150, deadline=None)
@@ -272,15 +245,13 @@ def test_everything_admitted_or_queued_finishes_in_order(requests: list[tuple[st
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Any order of calls: nothing starts twice, nothing is lost, credits never go below zero."""
+    """Any order of calls: nothing starts twice, nothing is lost, and what waits has a reason."""
 
     def __init__(self) -> None:
         super().__init__()
         self.admission = make(ops=2, waiters=4)
         self.running: list[WindowSlot] = []
         self.waiting: list[WindowSlot] = []
-        self.spent: dict[str, int] = {}
-        self.granted: dict[str, int] = {}
 
     def started(self, permits: list[WindowSlot]) -> None:
         for slot in permits:
@@ -289,7 +260,6 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert earlier[0] is slot, "FIFO"
             self.waiting.remove(slot)
             self.running.append(slot)
-            self.spent[str(slot.peer)] = self.spent.get(str(slot.peer), 0) + 1
 
     @rule(
         peer=st.sampled_from("ab"),
@@ -320,43 +290,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.waiting.remove(slot)
         self.started(self.admission.abandon(slot))
 
-    @rule(peer=st.sampled_from("ab"), count=st.one_of(st.none(), st.integers(0, 3)))
-    def set_credits(self, peer: str, count: int | None) -> None:
-        self.spent[peer] = 0
-        self.granted.pop(peer, None)
-        if count is not None:
-            self.granted[peer] = count
-        self.started(self.admission.set_credits(peer, count))
-
-    @rule(peer=st.sampled_from("ab"))
-    def grant(self, peer: str) -> None:
-        if peer not in self.granted:
-            self.spent[peer], self.granted[peer] = 0, 0
-        self.granted[peer] += 1
-        self.started(self.admission.grant_credit(peer))
-
-    @rule(peer=st.sampled_from("ab"))
-    def remove(self, peer: str) -> None:
-        failed, started = self.admission.remove_peer(peer)
-        mine = [slot for slot in self.waiting if slot.peer == peer]
-        assert failed == sorted(mine, key=lambda slot: slot.rank)
-        self.waiting = [slot for slot in self.waiting if slot.peer != peer]
-        self.granted.pop(peer, None)
-        self.started(started)
-
     @invariant()
     def agrees(self) -> None:
         self.admission.check()
         assert self.admission.inflight_ops == len(self.running)
         for slot in self.waiting:  # bulk never starves, and nothing waits for what is less urgent
-            credits_left = self.admission.window(str(slot.peer)).credits
-            assert credits_left == 0 or any(other.rank <= slot.rank for other in self.running)
-            assert credits_left == 0 or any(other.rank == slot.rank for other in self.running)
-        for peer in "ab":
-            window = self.admission.window(peer)
-            assert window.waiting == sum(slot.peer == peer for slot in self.waiting)
-            if peer in self.granted:
-                assert window.credits == self.granted[peer] - self.spent.get(peer, 0)
+            assert any(other.rank <= slot.rank for other in self.running)
+            assert any(other.rank == slot.rank for other in self.running)
+        assert self.admission.waiting == len(self.waiting)
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvxfer.native.engine import Event, EventKind, OpKind
+from kvxfer.native.types import Caps, MemoryKind
 from tests.native.conformance import BOTH, INLINE_MAX, KIB, MIB, READ, Pair, segments, settled, within
 
 MEMORY = pytest.mark.parametrize("how", ["alloc", "register"])
@@ -144,7 +145,7 @@ async def test_a_grant_begins_inside_its_region(pair: Pair) -> None:
 
 async def test_small_operations_complete_inline(pair: Pair) -> None:
     reach = await pair.reach(64 * KIB)
-    if not pair.info.can_inline or reach.mine.on_device or reach.remote.on_device:
+    if not pair.info.caps & Caps.INLINE or reach.mine.on_device or reach.remote.on_device:
         pytest.skip("nothing completes inline here: a driver's copy may block, and submit may not")
     assert isinstance(reach.put(0, 0, INLINE_MAX), Event)
     assert isinstance(reach.get(0, 0, 1), Event)
@@ -220,7 +221,7 @@ async def test_a_mapping_is_the_memory_itself(pair: Pair, access: int) -> None:
     reach = await pair.reach(MIB, access=access)
     reach.fill()
     view = reach.engine.mapping(reach.import_)
-    assert (view is not None) == pair.info.can_map
+    assert (view is not None) == pair.info.maps(MemoryKind.DRAM)
     if view is None:
         return
     assert len(view) == MIB

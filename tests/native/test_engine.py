@@ -34,6 +34,7 @@ from kvxfer.errors import (
 from kvxfer.memory import numa
 from kvxfer.native.engine import Engine, EngineConfig, Event, EventKind, OpKind
 from kvxfer.native.status import StatusCode
+from kvxfer.native.types import Caps, MemoryKind
 from tests.native.conformance import KIB, MIB, Side, short_directory, within
 
 
@@ -95,13 +96,10 @@ def test_the_loop_transport_is_always_there() -> None:
     engine = Engine(config())
     (loop,) = engine.transports
     assert (loop.index, loop.rank, loop.endpoint) == (0, 0, engine.engine_id.hex())
-    assert loop.can_put
-    assert loop.can_get
-    assert loop.can_notify
-    assert loop.can_inline
+    assert all(loop.caps & what for what in (Caps.PUT, Caps.GET, Caps.NOTIFY, Caps.INLINE))
     assert loop.can_check
     assert loop.same_host
-    assert not loop.can_map
+    assert not loop.maps(MemoryKind.DRAM)
     engine.close()
 
 

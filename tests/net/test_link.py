@@ -268,7 +268,7 @@ async def test_announced_goodbye_lets_what_runs_go_on(side: Side) -> None:
     link = await side.dial()
     waiting = asyncio.ensure_future(claim(link, 5))
     asked = await side.inbox.take(m.Claim)
-    side.links[0].say_goodbye("soon")
+    side.links[0].send(m.Goodbye(reason="soon"))
     await until(lambda: not link.usable)
     side.links[0].send(m.Done(rid=asked.rid))
     assert isinstance(await waiting, m.Done)
