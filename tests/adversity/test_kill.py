@@ -17,7 +17,7 @@ import pytest
 
 from examples.child_processes import Daemon, Process, daemon, python_process
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = ("-m", "tests.adversity.worker")
 SLACK = float(os.environ.get("KVXFER_TEST_SLACK", "1"))
 NOTICE_S = 2.0 * SLACK
 pytestmark = [pytest.mark.once, pytest.mark.slow]  # the processes under test choose their own loop
@@ -50,7 +50,7 @@ class Cluster:
 
     async def start_worker(self, side: str) -> None:
         stack = AsyncExitStack()
-        process = await stack.enter_async_context(python_process([str(WORKER)], name=f"worker-{side}"))
+        process = await stack.enter_async_context(python_process(WORKER, name=f"worker-{side}"))
         self.workers[side] = (stack, process)
         socket = str(self.directory / side / "kvxferd.sock")
         await self.ask(side, "open", socket=socket, transport=self.transport, seed=1 if side == "a" else 2)

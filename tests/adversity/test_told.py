@@ -65,7 +65,7 @@ TABLE: dict[tuple[str, str, str], dict[str, set[str]]] = {
     **{("land", "a", how): {"b": {"peer_lost"}} for how in KILLS},
     **{("push", f"daemon-{side}", how): {"a": ANYHOW, "b": ANYHOW} for side in "ab" for how in KILLS},
     **{("pull", f"daemon-{side}", how): {"a": ANYHOW | ABANDONED, "b": ANYHOW} for side in "ab" for how in KILLS},
-    **{("land", "daemon-b", how): {"a": GONE | {"revoked"}, "b": GONE} for how in KILLS},
+    **{("land", "daemon-b", how): {"a": GONE | {"revoked", "stale_descriptor"}, "b": GONE} for how in KILLS},
     **{("land", "daemon-a", how): {"a": ANYHOW, "b": ANYHOW} for how in KILLS},
     **{("held", "daemon-b", how): {"b": GONE} for how in KILLS},
     **{("wait", "daemon-a", how): {"a": GONE | {"daemon_unavailable"}} for how in KILLS},
