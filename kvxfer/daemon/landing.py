@@ -679,13 +679,9 @@ class StagingPool:
                 self._vanished(landing)
             else:
                 self._look_later(landing)
-        elif event.kind == EventKind.NOTIFY:
-            kind = tags.unpack(event.tag).kind
-            if kind == tags.COMMIT:
-                landing.committed = True
-                self._owner.spawn(self._publish(landing), "publish a landing")
-            elif kind == tags.ABORT:
-                self._end(landing, TransferCancelled(f"the push of {landing.key} was given up", by="peer"))
+        elif event.kind == EventKind.NOTIFY and tags.unpack(event.tag).kind == tags.COMMIT:
+            landing.committed = True
+            self._owner.spawn(self._publish(landing), "publish a landing")
 
     def _look_later(self, landing: StagingBuffer) -> None:
         asyncio.get_running_loop().call_later(WHY_S, self._vanished, landing)

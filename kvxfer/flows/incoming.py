@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvxfer.coverage import Box, Coverage, clip
-from kvxfer.errors import KvxferError, ProtocolError, TooLarge, TransferCancelled
+from kvxfer.errors import KvxferError, ProtocolError, TooLarge
 from kvxfer.wire import tags
 
 UNEXPECTED_NOTIFICATIONS_MAX = 8192
@@ -92,16 +92,14 @@ class Incoming:
         return None
 
     def on_notification(self, number: int, kind: int, layer: int, value: int) -> KvxferError | str:
-        """A claim says on the data path that ``value`` elements of a layer arrived, that it is committed with so many
-        layers, or that it ends. Returns the error that ends the offer, why the notice does not count, or "".
+        """A claim says on the data path that ``value`` elements of a layer arrived, or that it is committed with so
+        many layers. Returns the error that ends the offer, why the notice does not count, or "".
         """
         writer = self.writers.get(number)
         if writer is None:
             return self._keep(number, kind, layer, value)
         if writer.committed:
             return "repeated"
-        if kind == tags.ABORT:
-            return TransferCancelled("the peer ended the push", by="peer")
         try:
             return self._layer(writer, layer, value) if kind == tags.LAYER else self._commit(writer, value)
         except TooLarge as error:

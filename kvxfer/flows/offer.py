@@ -227,7 +227,7 @@ class Landing:
             self._connection_lost()
             return
         tag = tags.unpack(event.tag)
-        if tag.kind not in (tags.LAYER, tags.COMMIT, tags.ABORT):
+        if tag.kind not in (tags.LAYER, tags.COMMIT):
             self._unexpected(tag.kind, "not_of_a_push")
             return
         if not tag.claim:

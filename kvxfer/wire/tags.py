@@ -14,9 +14,8 @@ from kvxfer.errors import UsageError
 LAYER = 1  # what the claim writes of this layer has arrived
 COMMIT = 2  # all layers of the claim have arrived
 RELEASE = 3  # the claimant has read what it needs: the publisher may let go
-ABORT = 4  # the claim ends without success
 
-NAMES = {LAYER: "layer", COMMIT: "commit", RELEASE: "release", ABORT: "abort"}
+NAMES = {LAYER: "layer", COMMIT: "commit", RELEASE: "release"}
 KIND_MAX = (1 << 8) - 1
 CLAIM_MAX = (1 << 24) - 1
 LAYER_MAX = (1 << 32) - 1

@@ -135,12 +135,6 @@ async def test_writer_that_gives_up_frees_the_memory(outcome: str) -> None:
         assert (await pusher.ask(land())).claim == 1  # the key can be used again
 
 
-async def test_abort_on_the_data_path_frees_the_memory() -> None:
-    async with node() as server, worker(server) as pusher:
-        await Pusher(server).write(await pusher.ask(land()), tags.ABORT)
-        await free(server)
-
-
 async def test_dead_writer_frees_the_memory() -> None:
     async with node() as server, worker(server) as pusher:
         await pusher.ask(land())
@@ -345,7 +339,6 @@ ENDS: dict[str, type[KvxferError]] = {
     "settled failed": GeometryMismatch,
     "closed": TransferCancelled,
     "died": PeerLost,
-    "aborted": TransferCancelled,
     "expired": LeaseExpired,
     "vanished": PeerLost,
     "drained": TransferCancelled,
@@ -355,7 +348,6 @@ ENDS: dict[str, type[KvxferError]] = {
 @pytest.mark.parametrize("end", ENDS)
 async def test_who_waits_to_adopt_hears_at_once_that_the_landing_died(end: str) -> None:
     async with node() as server, worker(server) as local, worker(server) as asker:
-        pusher = Pusher(server)
         found = await asker.ask(land(lease_s=0.3 if end == "expired" else 30.0))
         waiting = await adopting(local)
         match end:
@@ -367,8 +359,6 @@ async def test_who_waits_to_adopt_hears_at_once_that_the_landing_died(end: str) 
                 await asker.ask(settle(found, "failed", "closed"))
             case "died":
                 asker.link.abort()
-            case "aborted":
-                await pusher.write(found, tags.ABORT)
             case "vanished":
                 [landing] = server.landings._by_key.values()
                 server.landings._on_engine(landing, Event(EventKind.GRANT_LOST, 0, 0, 1, 0, 0, 0, 0, -1))

@@ -8,10 +8,10 @@ import pytest
 
 from kvxfer import coverage
 from kvxfer.coverage import Box
-from kvxfer.errors import KvxferError, ProtocolError, TooLarge, TransferCancelled
+from kvxfer.errors import ProtocolError, TooLarge
 from kvxfer.flows import incoming as incoming_module
 from kvxfer.flows.incoming import Incoming
-from kvxfer.wire.tags import ABORT, COMMIT, LAYER
+from kvxfer.wire.tags import COMMIT, LAYER
 
 WANT = Box(layers=range(2, 5), parts=range(2), heads=range(4), tokens=range(40))
 LOW, HIGH = replace(WANT, heads=range(2)), replace(WANT, heads=range(2, 4))
@@ -77,16 +77,10 @@ def test_what_does_not_fit_is_not_believed() -> None:
     found.on_notification(1, LAYER, 3, 0)
     found.on_notification(1, LAYER, 4, 0)
     found.on_notification(1, COMMIT, 0, 3)
-    for kind in (COMMIT, ABORT, LAYER):
+    for kind in (COMMIT, LAYER):
         assert found.on_notification(1, kind, 3, 3) == "repeated", "what is committed stays so"
     found.claimed(1, [WANT])
     assert found.missing() == "heads 2-3", "a claim is announced once"
-
-
-def test_an_abort_ends_the_offer() -> None:
-    found = Incoming(WANT)
-    found.claimed(1, [LOW])
-    assert isinstance(found.on_notification(1, ABORT, 0, 0), TransferCancelled)
 
 
 def test_what_comes_before_its_claim_counts_when_the_claim_comes() -> None:
@@ -100,11 +94,10 @@ def test_what_comes_before_its_claim_counts_when_the_claim_comes() -> None:
     assert found.complete
 
 
-@pytest.mark.parametrize(("kind", "value", "raised"), [(COMMIT, 3, ProtocolError), (ABORT, 0, TransferCancelled)])
-def test_bad_news_before_its_claim_is_told_with_the_claim(kind: int, value: int, raised: type[KvxferError]) -> None:
+def test_bad_news_before_its_claim_is_told_with_the_claim() -> None:
     found = Incoming(WANT)
-    found.on_notification(1, kind, 0, value)
-    assert isinstance(found.claimed(1, [WANT]), raised)
+    found.on_notification(1, COMMIT, 0, 3)
+    assert isinstance(found.claimed(1, [WANT]), ProtocolError)
 
 
 def test_notices_of_claims_that_nobody_announces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

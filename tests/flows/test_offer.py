@@ -117,7 +117,7 @@ async def test_tags_that_make_no_sense_are_counted_and_change_nothing() -> None:
         await peer.say(tags.LAYER, 1, 0)
         nonsense = [(tags.LAYER, 2, 1), (tags.LAYER, 0, 1), (tags.LAYER, tags.CLAIM_MAX, 2), (tags.LAYER, 1, 3)]
         nonsense += [(tags.LAYER, 1, tags.LAYER_MAX), (tags.LAYER, 1, 0), (tags.RELEASE, 1, 0), (255, 1, 0), (0, 1, 0)]
-        nonsense += [(tags.COMMIT, 7, 0), (tags.ABORT, 7, 0)]
+        nonsense += [(tags.COMMIT, 7, 0), (4, 7, 0)]
         for kind, claim, layer in nonsense:
             await peer.say(kind, claim, layer, 3)
         for layer in (1, 2):
@@ -133,13 +133,6 @@ async def test_a_push_that_says_done_without_a_commit_is_a_liar() -> None:
         await peer.say(tags.LAYER, 1, 0)
         peer.settle("done")
         with pytest.raises(ProtocolError, match="committed"):
-            await asyncio.wait_for(landing.wait(), 5)
-
-
-async def test_an_abort_on_the_data_path_is_enough() -> None:
-    async with two_nodes(["shm"]) as (a, b), await offered(b) as landing:
-        await (await liar(a, b)).say(tags.ABORT, 1)
-        with pytest.raises(TransferCancelled):
             await asyncio.wait_for(landing.wait(), 5)
 
 

@@ -14,7 +14,7 @@ from kvxfer.wire.tags import CLAIM_MAX, KIND_MAX, LAYER_MAX, TAG_MAX, Tag
 def test_the_layout_by_hand() -> None:
     assert tags.pack(tags.LAYER, 2, 3) == 0x01_000002_00000003
     assert tags.pack(tags.COMMIT, 1) == 0x02_000001_00000000
-    assert (tags.LAYER, tags.COMMIT, tags.RELEASE, tags.ABORT) == (1, 2, 3, 4)
+    assert (tags.LAYER, tags.COMMIT, tags.RELEASE) == (1, 2, 3)
     assert tags.pack(KIND_MAX, CLAIM_MAX, LAYER_MAX) == TAG_MAX
 
 
