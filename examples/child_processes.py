@@ -91,10 +91,13 @@ class Process:
         """Wait for its end; its exit status."""
         return await asyncio.wait_for(self._child.wait(), timeout)
 
-    async def settle(self) -> None:
-        """When it has ended, wait until its status is known; otherwise do nothing."""
-        if has_ended(self.pid):
-            await self._child.wait()
+    async def ended_within(self, seconds: float) -> bool:
+        """Whether it has ended, given a moment: one that dies closes its sockets before its parent can see that."""
+        try:
+            await self.wait(seconds)
+        except TimeoutError:
+            return has_ended(self.pid)
+        return True
 
     async def stop(self) -> None:
         """End it: politely, then not."""

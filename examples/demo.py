@@ -38,6 +38,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THRE
 TABLE_SEEDS = {"prefill": 11, "decode": 22}  # which blocks of its pool hold the request, on each side
 CARDS = {"prefill": 0, "decode": 1}  # with --memory hbm; where there is only one card both use it
 STDERR_LINES = 20
+DEATH_S = 0.5  # so long after a failure it is known who has died
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,8 @@ async def cluster(args: argparse.Namespace, progress: Progress) -> AsyncIterator
         except (KvxferError, WorkerFailed, Failed) as failure:
             progress.end()
             said = [line.partition("; its stderr: ")[0] for line in str(failure).splitlines()]  # shown in full below
-            for process in processes:  # others hear of an end before this program knows its status
-                await process.settle()
+            # Others hear of an end before this program knows its status.
+            await asyncio.gather(*(process.ended_within(DEATH_S) for process in processes))
             raise Failed("\n  ".join(said) + last_words(processes)) from failure
 
 
