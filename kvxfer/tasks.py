@@ -115,7 +115,12 @@ class TaskOwner:
         if self._closed:
             work.close()
             raise ClosedError(f"{self._name} is closed: cannot start {what}")
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._name}: {what}")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a frame that nobody finished is collected after its loop has ended
+            work.close()
+            raise
+        task = loop.create_task(work, name=f"{self._name}: {what}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 
@@ -104,3 +105,13 @@ async def test_no_thread_but_one_that_is_free_by_then(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(type(asyncio.get_running_loop()), "run_in_executor", taken, raising=False)
     assert await in_thread(lambda: 7) == 7
+
+
+def test_without_a_loop_the_work_is_closed_and_nothing_warns_of_it() -> None:
+    async def work() -> None:
+        pass
+
+    going = work()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        TaskOwner("owner").spawn(going, "work")
+    assert inspect.getcoroutinestate(going) == inspect.CORO_CLOSED
